@@ -1,0 +1,114 @@
+"""Fused mixture-of-experts dispatch and combine with gradients on DeepEP V2.
+
+=============================================== =============================================================
+``fused_dispatch``, ``fused_combine``           Megatron's functions: send tokens to their experts, and back
+``set_deepep_num_sms``                          how many streaming multiprocessors communication may use
+``HAVE_DEEP_EP``, ``HAVE_DEEP_EP_V2``           whether DeepEP's ``Buffer`` and ``ElasticBuffer`` can be imported
+``FlexTokenDispatcher``, ``Dispatched``         dispatch, experts, combine, for a script of one's own
+``FusedDispatch``, ``FusedCombine``             the autograd functions below both
+``prepare_buffer``, ``close_buffers``           build communication buffers before the first step, free them after
+``BufferSpec``                                  what identifies a buffer
+``EmbeddedElasticBuffer``                       ``ElasticBuffer`` on plain ``torch.distributed``, CPU and GPU
+``Settings``                                    what the environment asks for
+``MoEError`` and the errors below it            see :mod:`megatron_moe_v2.errors`
+=============================================== =============================================================
+
+Importing the package imports nothing else, torch included: each name is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .autograd import FusedCombine, FusedDispatch
+    from .buffers.embedded import EmbeddedElasticBuffer
+    from .dispatcher import Dispatched, FlexTokenDispatcher
+    from .errors import (
+        BackendError,
+        BufferClosedError,
+        CapacityError,
+        CaptureError,
+        CommunicationError,
+        HandleError,
+        InputError,
+        LimitError,
+        MissingRankError,
+        MoEError,
+        RankMismatchError,
+        SettingsError,
+    )
+    from .fused_a2a import HAVE_DEEP_EP, HAVE_DEEP_EP_V2, fused_combine, fused_dispatch, set_deepep_num_sms
+    from .pool import BufferSpec, close_buffers, prepare_buffer
+    from .settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HAVE_DEEP_EP",
+    "HAVE_DEEP_EP_V2",
+    "BackendError",
+    "BufferClosedError",
+    "BufferSpec",
+    "CapacityError",
+    "CaptureError",
+    "CommunicationError",
+    "Dispatched",
+    "EmbeddedElasticBuffer",
+    "FlexTokenDispatcher",
+    "FusedCombine",
+    "FusedDispatch",
+    "HandleError",
+    "InputError",
+    "LimitError",
+    "MissingRankError",
+    "MoEError",
+    "RankMismatchError",
+    "Settings",
+    "SettingsError",
+    "close_buffers",
+    "fused_combine",
+    "fused_dispatch",
+    "prepare_buffer",
+    "set_deepep_num_sms",
+]
+
+_MODULES = {
+    "HAVE_DEEP_EP": "fused_a2a",
+    "HAVE_DEEP_EP_V2": "fused_a2a",
+    "BackendError": "errors",
+    "BufferClosedError": "errors",
+    "BufferSpec": "pool",
+    "CapacityError": "errors",
+    "CaptureError": "errors",
+    "CommunicationError": "errors",
+    "Dispatched": "dispatcher",
+    "EmbeddedElasticBuffer": "buffers.embedded",
+    "FlexTokenDispatcher": "dispatcher",
+    "FusedCombine": "autograd",
+    "FusedDispatch": "autograd",
+    "HandleError": "errors",
+    "InputError": "errors",
+    "LimitError": "errors",
+    "MissingRankError": "errors",
+    "MoEError": "errors",
+    "RankMismatchError": "errors",
+    "Settings": "settings",
+    "SettingsError": "errors",
+    "close_buffers": "pool",
+    "fused_combine": "fused_a2a",
+    "fused_dispatch": "fused_a2a",
+    "prepare_buffer": "pool",
+    "set_deepep_num_sms": "fused_a2a",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

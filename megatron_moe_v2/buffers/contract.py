@@ -1,0 +1,207 @@
+"""The contract that every buffer honours: DeepEP V2's ``ElasticBuffer``, its expert-parallel part.
+
+Legend: T own tokens, H hidden, K top-k, R ranks, E experts, L = E / R local experts, M the ceiling
+``num_max_tokens_per_rank``, n received tokens (each counted once), A rows of the expert layout, a expert alignment.
+Rank r of the group owns experts ``[r * L, (r + 1) * L)``. The *master lane* of a token for a rank is the highest k
+whose expert lives there.
+
+Two layouts of what is received. Token layout: ``[n, H]``, a row per token. Expert layout (``do_expand``): ``[A, H]``,
+a row per (token, local expert), grouped by expert, each group padded to a multiple of a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BuiltBuffer",
+    "EPHandle",
+    "ElasticBufferLike",
+    "EventHandle",
+    "EventOverlap",
+    "HandleSkeleton",
+    "align",
+    "buffer_bytes",
+    "flatten_handle",
+    "rebuild_handle",
+]
+
+BUFFER_GRANULE = 2 * 1024 * 1024
+"""Buffers are sized in multiples of this many bytes."""
+
+LARGEST_NUM_TOPK = 32
+"""DeepEP's largest top-k, which a buffer is sized for when the top-k is unknown."""
+
+
+def align(value: int, alignment: int) -> int:
+    """``value`` rounded up to a multiple of ``alignment``."""
+    return -(-value // alignment) * alignment
+
+
+def buffer_bytes(
+    *,
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int = 0,
+    use_fp8_dispatch: bool = False,
+    allow_multiple_reduction: bool = True,
+) -> int:
+    """Bytes of a buffer whose ranks all share one NVLink domain, as DeepEP V2 counts them; top-k 0 counts as 32."""
+    num_topk = num_topk or LARGEST_NUM_TOPK
+    scales = align(4 * align(hidden, 32) // 32, 32) if use_fp8_dispatch else 0
+    dispatch_row = hidden * (1 if use_fp8_dispatch else 2) + scales + align(12 * num_topk + 4, 32)
+    partials = min(num_ranks, num_topk) if allow_multiple_reduction else num_topk
+    combine_row = 2 * hidden + align(8 * num_topk, 32)
+    rows = max(num_ranks * dispatch_row, partials * combine_row)
+    return align(rows * num_max_tokens_per_rank, BUFFER_GRANULE)
+
+
+@dataclass(eq=False)
+class EPHandle:
+    """What a dispatch leaves behind for its combine and for cached dispatches; fields and order are DeepEP V2's.
+
+    Attributes:
+        do_expand: expert layout.
+        num_experts: E.
+        expert_alignment: a.
+        num_max_tokens_per_rank: M.
+        num_sms: SM count of the dispatch, the default of its combine.
+        topk_idx: ``[T, K]`` int64, the sender's selections.
+        num_recv_tokens: n, or ``R * M`` without CPU sync.
+        num_expanded_tokens: A, or its worst case without CPU sync.
+        num_recv_tokens_per_expert_list: L aligned counts; empty without CPU sync.
+        psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, inclusive prefix sum of tokens received per source.
+        psum_num_recv_tokens_per_expert: int32 ``[L]``. Token layout: inclusive prefix sum of aligned counts. Expert
+            layout: aligned start of the expert plus its own exact count, so plain differences are not counts.
+        num_unaligned_recv_tokens_per_expert: int32 ``[L]``, exact counts.
+        recv_src_metadata: int32 ``[num_recv_tokens, K + 2]``: ``source rank * M + source token``,
+            ``source rank * K + master lane``, then the slot of each selection in the expert layout or -1.
+        dst_buffer_slot_idx: int32 ``[T, K]``: at master lanes ``own rank * M + running number``, else -1.
+        token_metadata_at_forward: hybrid topologies of DeepEP only.
+        channel_linked_list: hybrid topologies of DeepEP only.
+        origin: numbers of the embedded buffer and of the dispatch that made the handle.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+    dst_buffer_slot_idx: Tensor | None
+    token_metadata_at_forward: Tensor | None = None
+    channel_linked_list: Tensor | None = None
+    origin: tuple[int, int] = field(default=(-1, -1), kw_only=True)
+
+
+class HandleSkeleton(NamedTuple):
+    """A handle without its tensors: its class, the names of the tensors, and everything else by name."""
+
+    kind: type
+    names: tuple[str, ...]
+    plain: dict[str, Any]
+
+
+def flatten_handle(handle: Any) -> tuple[tuple[Tensor, ...], HandleSkeleton]:
+    """Take a handle of any backend apart into its tensors and a skeleton that holds none."""
+    fields = vars(handle)
+    names = tuple(name for name, value in fields.items() if isinstance(value, Tensor))
+    plain = {name: value for name, value in fields.items() if name not in names}
+    return tuple(fields[name] for name in names), HandleSkeleton(type(handle), names, plain)
+
+
+def rebuild_handle(skeleton: HandleSkeleton, tensors: tuple[Tensor, ...]) -> Any:
+    """Inverse of :func:`flatten_handle`, without running the handle class's constructor."""
+    handle: Any = object.__new__(skeleton.kind)
+    vars(handle).update(skeleton.plain, **dict(zip(skeleton.names, tensors, strict=True)))
+    return handle
+
+
+class EventHandle:
+    """A point on the current CUDA stream; on a machine without CUDA a point that is always reached."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the point; the host does not."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap:
+    """What dispatch and combine return as their event; ``event`` is None when the work was not asynchronous."""
+
+    def __init__(self, event: EventHandle | None = None) -> None:
+        self.event = event
+        self._hook: Callable[[], None] | None = None
+        self._release = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Let the current stream wait, run the hook once, and drop the event if ``release_handle``."""
+        assert self.event is not None, "nothing to wait for: the call was not asynchronous"
+        self.event.current_stream_wait()
+        if self._hook is not None:
+            hook, self._hook = self._hook, None
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook: Callable[[], None]) -> None:
+        """Run ``hook`` at the first wait; only one can be registered."""
+        assert self._hook is None, "a hook is already registered"
+        self._hook = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._release = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.event is not None:
+            self.current_stream_wait(self._release)
+        self._release = False
+
+
+class ElasticBufferLike(Protocol):
+    """The methods that dispatch and combine need; arguments and results as in DeepEP V2."""
+
+    @property
+    def dispatch(self) -> Callable[..., tuple[Any, Tensor | None, Tensor | None, Any, Any]]:
+        """Collective over the group: ``(recv_x, recv_topk_idx, recv_topk_weights, handle, event)``."""
+        ...
+
+    @property
+    def combine(self) -> Callable[..., tuple[Tensor, Tensor | None, Any]]:
+        """Collective over the group: ``(combined_x, combined_topk_weights, event)``."""
+        ...
+
+    def capture(self) -> Any:
+        """An event handle recorded on the current stream."""
+        ...
+
+    def destroy(self) -> None:
+        """Collective over the group: free everything."""
+        ...
+
+
+class BuiltBuffer(NamedTuple):
+    """A constructed buffer and the way to tell its other ranks that this rank's call failed before it reached it."""
+
+    buffer: ElasticBufferLike
+    report_failure: Callable[[str, Exception], NoReturn]

@@ -1,0 +1,154 @@
+"""Two collectives under every embedded dispatch and combine: fixed-size headers, then one byte payload.
+
+A header carries magic, status, sequence number, digest of the call and row count to each peer. It is sent even when the
+local call failed, so that every rank sees the failure and raises, and payload sizes always match. At one rank nothing
+is exchanged.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CommunicationError, MoEError, RankMismatchError, from_wire, rank_table, to_wire
+from .layout import lanes
+
+__all__ = ["Exchange", "Field", "RowFormat"]
+
+_MAGIC = 0x4D6F4532
+_TEXT_BYTES = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One column block of a payload row: ``width`` elements of ``dtype``."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a payload row is laid out in bytes; each field starts at a multiple of eight, rows are multiples of 16."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        if len(self.fields) == 1:
+            return self.fields[0].nbytes
+        return -(-sum(-(-field.nbytes // 8) * 8 for field in self.fields) // 16) * 16
+
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """The fields of byte rows ``[n, row_bytes]`` as ``[n, width]`` tensors on the same memory, by name."""
+        views, offset = {}, 0
+        for field in self.fields:
+            views[field.name] = rows[:, offset : offset + field.nbytes].view(field.dtype)
+            offset += -(-field.nbytes // 8) * 8
+        return views
+
+
+class Exchange:
+    """The transport of one embedded buffer. Collective over the group in the same order on all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.num_ranks = group.size()
+        self.rank = group.rank()
+        self._host = torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
+        self._sequence = 0
+        self._staging: dict[str, Tensor] = {}
+
+    def headers(self, call: str, rows: list[int], failure: Exception | None = None) -> list[int]:
+        """Tell each peer how many rows follow, and learn how many come from each.
+
+        Args:
+            call: what this rank is about to do, in words; must be the same on all ranks.
+            rows: rows for each peer, R of them; ignored with ``failure``.
+            failure: the error of the local checks; raised here after the peers have been told.
+
+        Raises:
+            MoEError: ``failure``, or another rank's error under its own type.
+            RankMismatchError: ranks make different calls; holds a table.
+            CommunicationError: the collective itself failed.
+        """
+        if self.num_ranks == 1:
+            if failure is not None:
+                raise failure
+            return list(rows)
+        self._sequence += 1
+        call = f"call {self._sequence}: {call}"
+        sent = torch.zeros(self.num_ranks, 4, dtype=torch.int64)
+        sent[:, 0] = _MAGIC if failure is None else -_MAGIC
+        sent[:, 1] = self._sequence
+        sent[:, 2] = zlib.crc32(call.encode())
+        if failure is None:
+            sent[:, 3] = torch.tensor(rows)
+        got = self._all_to_all(sent, call)
+        if bool((got[:, :3] != got[0, :3]).any()) or failure is not None or int(got[0, 0]) != _MAGIC:
+            self._raise_together(call, failure)
+        return got[:, 3].tolist()
+
+    def _raise_together(self, call: str, failure: Exception | None) -> None:
+        text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]
+        sent = torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        got = self._all_to_all(sent.repeat(self.num_ranks, 1), call)
+        texts = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in got]
+        if failure is not None:
+            raise failure
+        for rank, received in enumerate(texts):
+            if received.startswith("E"):
+                raise from_wire(received[1:], rank)
+        calls = rank_table({rank: received[1:] for rank, received in enumerate(texts)})
+        raise RankMismatchError(f"ranks make different calls:\n{calls}")
+
+    def _all_to_all(self, sent: Tensor, call: str) -> Tensor:
+        sent = sent.to(self._host)
+        got = torch.empty_like(sent)
+        self._run(got, sent, None, None, call)
+        return got.cpu()
+
+    def payload(self, sent: Tensor, rows_out: list[int], rows_in: list[int]) -> Tensor:
+        """Exchange byte rows ``[sum(rows_out), B]``, ordered by destination; returns ``[sum(rows_in), B]`` by source.
+
+        What is returned may be overwritten by the next call.
+        """
+        if self.num_ranks == 1:
+            return sent
+        got = self.staging("received", sum(rows_in), sent.shape[1], sent.device)
+        self._run(lanes(got), lanes(sent), rows_in, rows_out, "the payload")
+        return got
+
+    def _run(self, got: Tensor, sent: Tensor, rows_in: list[int] | None, rows_out: list[int] | None, call: str) -> None:
+        try:
+            dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group)
+        except MoEError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.num_ranks} lost its peers in {call}",
+                got=str(error).splitlines()[0],
+                fix="Usually another rank died or timed out: look for the first error in its log.",
+            ) from error
+
+    def staging(self, name: str, rows: int, row_bytes: int, device: torch.device) -> Tensor:
+        """Scratch of ``[rows, row_bytes]`` bytes; kept between calls on the CPU, where fresh pages are dear."""
+        if device.type != "cpu":
+            return torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+        kept = self._staging.get(name)
+        if kept is None or kept.numel() < rows * row_bytes:
+            kept = self._staging[name] = torch.empty(rows * row_bytes, dtype=torch.uint8)
+        return kept[: rows * row_bytes].view(rows, row_bytes)
+
+    def close(self) -> None:
+        """Drop the scratch memory."""
+        self._staging.clear()

@@ -1,0 +1,30 @@
+"""The command ``megatron-moe-v2``: each subcommand is a module with ``main(argv) -> int``, imported when called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+
+__all__ = ["main"]
+
+COMMANDS = {"bench": "measure dispatch and combine against the plain all-to-all dispatcher"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status; ``argv`` defaults to the process's own arguments."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-moe-v2",
+        usage="megatron-moe-v2 [--help] [--version] COMMAND ...",
+        epilog="\n".join(["commands:", *(f"  {name:<8}{text}" for name, text in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Mixture-of-experts dispatch and combine on DeepEP V2.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-moe-v2 {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below; COMMAND --help says more")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = parser.parse_args(arguments[:1]).command
+    return int(importlib.import_module(f".{command}", __name__).main(arguments[1:]))

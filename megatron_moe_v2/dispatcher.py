@@ -1,0 +1,181 @@
+"""``FlexTokenDispatcher``: router output in, expert-grouped rows out, and back, for scripts without Megatron.
+
+    dispatched = dispatcher.dispatch(x, topk_idx, topk_weights)
+    rows = experts(dispatched.tokens, dispatched.padded_tokens_per_expert)
+    y = dispatcher.combine(rows, dispatched)
+
+Legend: T own tokens, H hidden, K top-k, E experts, L local experts, P rows grouped by expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .autograd import DispatchHandle
+from .buffers.layout import ExpertSlots
+from .errors import InputError, MoEError
+from .fused_a2a import Layout, fused_combine, fused_dispatch
+from .permutation import group_by_expert, sum_over_experts
+from .pool import Group, pool, resolve_group
+
+__all__ = ["Dispatched", "FlexTokenDispatcher"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatched:
+    """Tokens at their experts, and what the combine needs. Several may be in flight.
+
+    Attributes:
+        tokens: ``[P, H]``, grouped by local expert; padding rows are zero.
+        weights: float32 ``[P]``, routing weight of each row; zero for padding.
+        tokens_per_expert: ``[L]``, exact counts; on the CPU unless the expert layout pads.
+        padded_tokens_per_expert: int64 ``[L]`` on the CPU, sums to P: what a grouped GEMM walks by.
+        handle: of the dispatch.
+        slots: the token layout's own permutation, None in the expert layout.
+        shape: of the tokens before dispatch, ``[..., H]``.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    tokens_per_expert: Tensor
+    padded_tokens_per_expert: Tensor
+    handle: DispatchHandle
+    slots: ExpertSlots | None
+    shape: torch.Size
+
+
+class FlexTokenDispatcher:
+    """Dispatches tokens to the experts of all ranks and combines what they return.
+
+    Args:
+        num_experts: E over all ranks, a multiple of them; rank r owns ``[r * L, (r + 1) * L)``.
+        group: process group, one-dimensional ``DeviceMesh``, or None for the default group.
+        layout: ``"token"`` permutes on this side; ``"expert"`` lets the buffer deliver rows grouped by expert.
+        expert_alignment: pad each expert's rows to a multiple of this.
+        num_topk: K, needed by :meth:`dispatch_dense` alone.
+        name: label in errors, e.g. ``"layer 3"``.
+        async_finish, allocate_on_comm_stream: DeepEP's stream flags.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        group: Group = None,
+        layout: Layout = "token",
+        expert_alignment: int = 1,
+        num_topk: int | None = None,
+        name: str | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> None:
+        self.group = resolve_group(group)
+        if num_experts < 1 or num_experts % self.group.size():
+            raise InputError("num_experts", got=num_experts, expected=f"a multiple of the {self.group.size()} ranks")
+        if layout not in ("token", "expert"):
+            raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
+        if expert_alignment < 1:
+            raise InputError("expert_alignment", got=expert_alignment, expected="at least 1")
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // self.group.size()
+        self.layout, self.expert_alignment = layout, expert_alignment
+        self.num_topk, self.name = num_topk, name
+        self.async_finish, self.allocate_on_comm_stream = async_finish, allocate_on_comm_stream
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        """Send tokens to their experts. Collective over the group.
+
+        Args:
+            x: ``[..., H]``, floating point.
+            topk_idx: integer ``[..., K]``, global experts; negative entries select nothing.
+            topk_weights: floating ``[..., K]``.
+
+        Raises:
+            MoEError: as :func:`fused_dispatch`, with this dispatcher's name.
+        """
+        expert = self.layout == "expert"
+        try:
+            recv_x, recv_idx, recv_weights, counts, handle = fused_dispatch(
+                x.reshape(-1, x.shape[-1]),
+                topk_idx.reshape(-1, topk_idx.shape[-1]),
+                topk_weights.reshape(-1, topk_weights.shape[-1]),
+                self.num_experts,
+                self.group,
+                self.async_finish,
+                self.allocate_on_comm_stream,
+                layout=self.layout,
+                expert_alignment=self.expert_alignment if expert else 1,
+            )
+        except MoEError as error:
+            raise self._named(error) from error
+        slots, padded = None, handle.padded_tokens_per_expert
+        if recv_idx is not None:
+            recv_x, recv_weights, slots = group_by_expert(
+                recv_x, recv_idx, recv_weights, self.num_local_experts, self.expert_alignment
+            )
+            padded = slots.aligned.cpu()
+        return Dispatched(
+            tokens=recv_x,
+            weights=recv_weights,
+            tokens_per_expert=counts,
+            padded_tokens_per_expert=padded,
+            handle=handle,
+            slots=slots,
+            shape=x.shape,
+        )
+
+    def dispatch_dense(self, x: Tensor, probs: Tensor, mask: Tensor) -> Dispatched:
+        """The same from a dense router: ``probs`` ``[..., E]`` and a bool ``mask`` ``[..., E]`` of what is selected.
+
+        At most ``num_topk`` experts of a token are kept, the most probable; the same on every rank. Collective over the
+        group.
+        """
+        try:
+            if self.num_topk is None:
+                raise InputError("num_topk", got=None, expected="a number", fix="Pass num_topk= to the dispatcher.")
+            if probs.shape != mask.shape or probs.shape[-1] != self.num_experts:
+                shapes = [list(probs.shape), list(mask.shape)]
+                raise InputError("probs and mask", got=shapes, expected=f"both [..., {self.num_experts}]")
+        except InputError as error:
+            pool.fail(self.group, "dispatch", self._named(error))
+        rank_by = probs.detach().masked_fill(~mask.bool(), float("-inf"))
+        score, topk_idx = rank_by.topk(self.num_topk, dim=-1)
+        topk_weights = probs.gather(-1, topk_idx)
+        unselected = score == float("-inf")
+        return self.dispatch(x, topk_idx.masked_fill(unselected, -1), topk_weights.masked_fill(unselected, 0))
+
+    def combine(self, expert_output: Tensor, dispatched: Dispatched, *, apply_weights: bool = True) -> Tensor:
+        """Sum the experts' rows of each token. Collective over the group.
+
+        The result is complete over the group: no all-reduce may follow.
+
+        Args:
+            expert_output: ``[P, H]``, rows as ``dispatched.tokens``.
+            dispatched: of the dispatch.
+            apply_weights: multiply each row by its routing weight first; False where the experts did.
+
+        Returns:
+            ``[..., H]``, the shape of the dispatched ``x``.
+        """
+        if apply_weights and expert_output.shape[:1] == dispatched.weights.shape:
+            expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
+        try:
+            if dispatched.slots is not None:
+                if len(expert_output) != len(dispatched.tokens):
+                    error = InputError("rows of expert_output", got=len(expert_output), expected=len(dispatched.tokens))
+                    pool.fail(self.group, "combine", error)
+                expert_output = sum_over_experts(expert_output, dispatched.slots)
+            combined, _ = fused_combine(
+                expert_output, self.group, dispatched.handle, self.async_finish, self.allocate_on_comm_stream
+            )
+        except MoEError as error:
+            raise self._named(error) from error
+        return combined if len(dispatched.shape) == 2 else combined.view(*dispatched.shape[:-1], combined.shape[-1])
+
+    def _named(self, error: MoEError) -> MoEError:
+        if self.name is None or str(error).startswith(f"{self.name}: "):
+            return error
+        return type(error)(f"{self.name}: {error}")

@@ -1,0 +1,239 @@
+"""Megatron-core's fused all-to-all functions, on any buffer of the contract.
+
+Signatures and results are those of ``megatron.core.transformer.moe.fused_a2a``; what is ours alone is keyword-only
+after them. Importing this module looks which ``deep_ep`` is there and initialises nothing.
+
+Legend: T own tokens, H hidden, K top-k, E experts, L local experts, n received tokens, A rows of the expert layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .agreement import agree
+from .autograd import Call, DispatchHandle, FusedCombine, FusedDispatch
+from .errors import BufferClosedError, HandleError, InputError, MoEError
+from .pool import Group, pool, resolve_group
+from .probe import probe
+from .settings import agreement_timeout
+
+__all__ = ["HAVE_DEEP_EP", "HAVE_DEEP_EP_V2", "Layout", "fused_combine", "fused_dispatch", "set_deepep_num_sms"]
+
+Layout = Literal["token", "expert"]
+
+HAVE_DEEP_EP: bool = probe().have_v1
+"""DeepEP V1's ``Buffer`` can be imported."""
+
+HAVE_DEEP_EP_V2: bool = probe().have_v2
+"""DeepEP V2's ``ElasticBuffer`` can be imported."""
+
+MEGATRON_DEFAULT_NUM_SMS = 20
+"""What megatron-core passes to :func:`set_deepep_num_sms` from every layer when its user set nothing."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A graph break around ``function`` under ``torch.compile``, which is imported at the first call, not before."""
+
+    @functools.cache
+    def disabled() -> Callable[_P, _R]:
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return disabled()(*args, **kwargs)
+
+    return call
+
+
+def fused_dispatch(
+    x: Tensor,
+    token_indices: Tensor,
+    token_probs: Tensor,
+    num_experts: int,
+    group: Group,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+    *,
+    layout: Layout = "token",
+    expert_alignment: int = 1,
+    num_max_tokens_per_rank: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]:
+    """Send each token to the ranks of its experts. Collective over the group.
+
+    Args:
+        x: ``[T, H]``, floating point; T from 0 to the ceiling, different on each rank.
+        token_indices: integer ``[T, K]``, global experts; negative entries select nothing.
+        token_probs: floating ``[T, K]``; carried as float32, its gradient comes back in its own dtype.
+        num_experts: E, a multiple of the ranks; rank r owns experts ``[r * L, (r + 1) * L)``.
+        group: process group, one-dimensional ``DeviceMesh``, or None for the default group.
+        async_finish, allocate_on_comm_stream: DeepEP's stream flags; results are ready for the current stream.
+        layout: ``"token"``: a row for each received token. ``"expert"``: a row for each (token, local expert), grouped
+            by expert: nothing is left to permute.
+        expert_alignment: pad each expert's rows to a multiple of this, with zeros (expert layout only).
+        num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several.
+
+    Returns:
+        ``(recv_x, recv_indices, recv_probs, tokens_per_expert, handle)``.
+
+        Token layout: ``[n, H]``; local expert or -1, int64 ``[n, K]``; float32 ``[n, K]``, the whole source row, so
+        mask it by ``recv_indices >= 0``; exact counts, int64 ``[L]`` on the CPU.
+
+        Expert layout: ``[A, H]``; None; float32 ``[A]``; exact counts, int64 ``[L]`` on the CPU, or with alignment
+        above 1 int32 ``[L]`` on the device of ``x``, while ``handle.padded_tokens_per_expert`` is what a grouped GEMM
+        walks by.
+
+    Raises:
+        InputError, LimitError, CapacityError: on every rank, if the call is wrong on any.
+        SettingsError, BackendError, RankMismatchError, MissingRankError: from building the buffer at the first call.
+    """
+    group = resolve_group(group)
+    try:
+        _check_tensors(x, token_indices, token_probs, layout, expert_alignment)
+    except MoEError as error:
+        pool.fail(group, "dispatch", error)
+    entry = pool.obtain(
+        group, hidden=x.shape[1], num_topk=token_indices.shape[1], num_max_tokens_per_rank=num_max_tokens_per_rank
+    )
+    call = Call(
+        entry=entry,
+        num_experts=num_experts,
+        expert_layout=layout == "expert",
+        expert_alignment=expert_alignment,
+        async_finish=async_finish,
+        allocate_on_comm_stream=allocate_on_comm_stream,
+    )
+    if entry.check:
+        _compare("dispatch", call, x, token_probs, experts=_index_error(token_indices, num_experts))
+    return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-any-return]
+
+
+def fused_combine(
+    x: Tensor,
+    group: Group,
+    handle: DispatchHandle,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> tuple[Tensor, None]:
+    """Bring rows back to their tokens and sum them. Collective over the group.
+
+    The result is complete over the group: no all-reduce may follow. Weights are not applied here; multiply the rows by
+    them before, or let the experts do it.
+
+    Args:
+        x: ``[n, H]`` or ``[A, H]``, as the dispatch delivered; padding rows are ignored.
+        group: the dispatch's.
+        handle: what the dispatch returned; it may be combined more than once.
+
+    Returns:
+        ``([T, H], None)``; float32 sums, rounded once on each side.
+
+    Raises:
+        HandleError, InputError: on every rank, if the call is wrong on any.
+        BufferClosedError: the handle's buffer was closed.
+    """
+    group = resolve_group(group)
+    try:
+        _check_handle(x, group, handle)
+    except BufferClosedError:
+        raise
+    except MoEError as error:
+        pool.fail(group, "combine", error)
+    call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+    if call.entry.check:
+        _compare("combine", call, x)
+    return FusedCombine.apply(x, handle, call), None
+
+
+def set_deepep_num_sms(num_sms: int) -> None:
+    """Wish for a number of streaming multiprocessors for communication; 0 is automatic.
+
+    Takes effect when ranks next agree, at the construction of a buffer; the environment variable goes first.
+    Megatron-core calls this with 20, V1's default, from every layer though nobody set it: 20 therefore counts as
+    automatic here, and whoever wants exactly 20 sets the environment variable.
+
+    Raises:
+        InputError: negative or not an integer.
+    """
+    if not isinstance(num_sms, int) or num_sms < 0:
+        raise InputError("num_sms", got=repr(num_sms), expected="an integer from 0")
+    pool.wished_num_sms = 0 if num_sms == MEGATRON_DEFAULT_NUM_SMS else num_sms
+
+
+def _check_tensors(x: Tensor, idx: Tensor, weights: Tensor, layout: str, alignment: int) -> None:
+    for name, tensor in (("x", x), ("token_indices", idx), ("token_probs", weights)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(name, got=got, expected="a 2-D tensor")
+        if tensor.device != x.device:
+            raise InputError(f"device of {name}", got=tensor.device, expected=f"{x.device}, that of x")
+    if not x.dtype.is_floating_point or x.element_size() < 2:
+        raise InputError("x", got=x.dtype, expected="bfloat16, float16, float32 or float64")
+    if idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype == torch.bool:
+        raise InputError("token_indices", got=idx.dtype, expected="an integer dtype")
+    if not weights.dtype.is_floating_point:
+        raise InputError("token_probs", got=weights.dtype, expected="a floating dtype")
+    if weights.shape != idx.shape or x.shape[0] != idx.shape[0]:
+        shapes = [list(one.shape) for one in (x, idx, weights)]
+        raise InputError("shapes of x, token_indices, token_probs", got=shapes, expected="[T, H], [T, K], [T, K]")
+    if layout not in ("token", "expert"):
+        raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
+    if alignment < 1 or (layout == "token" and alignment != 1):
+        raise InputError(
+            "expert_alignment", got=alignment, expected="1 in the token layout, from 1 in the expert layout"
+        )
+
+
+def _check_handle(x: Tensor, group: object, handle: DispatchHandle) -> None:
+    if not isinstance(handle, DispatchHandle):
+        raise HandleError("handle", got=type(handle).__name__, expected="what fused_dispatch returned")
+    if handle.call.entry.closed:
+        raise BufferClosedError("the buffer of this handle was closed", fix="Dispatch again.")
+    if handle.call.entry.group is not group:
+        raise HandleError("the handle is another group's", fix="Combine over the group that dispatched.")
+    if x.dim() != 2 or x.shape[0] != handle.num_rows:
+        raise HandleError(
+            "x of combine", got=list(x.shape), expected=f"[{handle.num_rows}, H], the rows dispatched here"
+        )
+    if torch.is_grad_enabled() and x.requires_grad and handle.ep_handle.topk_idx.is_inference():
+        raise HandleError(
+            "a handle made in inference_mode cannot be trained with", fix="Dispatch outside torch.inference_mode()."
+        )
+
+
+def _index_error(idx: Tensor, num_experts: int) -> MoEError | None:
+    """Indices out of range or twice in a row; costs a host synchronisation."""
+    if idx.numel() and int(idx.max()) >= num_experts:
+        token = int((idx >= num_experts).any(1).nonzero()[0])
+        return InputError(f"token_indices of token {token}", got=idx[token].tolist(), expected=f"below {num_experts}")
+    ordered = idx.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    if bool(twice.any()):
+        token = int(twice.nonzero()[0])
+        return InputError(f"token_indices of token {token}", got=idx[token].tolist(), expected="each expert once")
+    return None
+
+
+def _compare(operation: str, call: Call, *tensors: Tensor, experts: MoEError | None = None) -> None:
+    """What ``MCORE_DEEPEP_V2_CHECK=1`` adds: this call compared between all ranks. Collective over the group."""
+    facts = {
+        "num_experts": call.num_experts,
+        "expert_layout": call.expert_layout,
+        "expert_alignment": call.expert_alignment,
+        "hidden": tensors[0].shape[1],
+        "dtype": str(tensors[0].dtype),
+        "gradients": [torch.is_grad_enabled() and one.requires_grad for one in tensors],
+    }
+    agree(call.entry.group, operation, facts, timeout=agreement_timeout(), failure=experts)
+
+
+fused_dispatch = _eager(fused_dispatch)
+fused_combine = _eager(fused_combine)

@@ -1,0 +1,360 @@
+"""Buffers by what shapes them: built once, collectively, by one code path; looked up ever after; closed in order.
+
+The ceiling and the other settings are pinned when the first buffer is built, and free again when the last is closed.
+Nothing here is collective except what says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .agreement import agree, is_registered
+from .buffers import Backend, choose, constructor_of
+from .buffers.contract import BuiltBuffer, ElasticBufferLike, buffer_bytes
+from .errors import BackendError, BufferClosedError, CaptureError, InputError, MoEError
+from .probe import probe
+from .settings import VARIABLES, Settings, agreement_timeout, read, snapshot
+
+__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "pool", "prepare_buffer", "resolve_group"]
+
+logger = logging.getLogger(__name__)
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSpec:
+    """Everything but the group that shapes a buffer.
+
+    Attributes:
+        hidden: H, elements of a row.
+        num_topk: K; 0 sizes for DeepEP's largest, 32, and serves every K.
+        num_max_tokens_per_rank: M, the ceiling that every call carries.
+        use_fp8_dispatch: sized for FP8 rows with scales.
+        deterministic: fixed receive order.
+        allow_hybrid_mode: hybrid topology between nodes, else direct.
+        allow_multiple_reduction: the expert layout adds a rank's rows of a token before they travel.
+    """
+
+    hidden: int
+    num_topk: int
+    num_max_tokens_per_rank: int
+    use_fp8_dispatch: bool = False
+    deterministic: bool = False
+    allow_hybrid_mode: bool = True
+    allow_multiple_reduction: bool = True
+
+    def num_bytes(self, num_ranks: int) -> int:
+        """Bytes that DeepEP V2 reserves for this on one NVLink domain."""
+        return buffer_bytes(
+            num_ranks=num_ranks,
+            num_max_tokens_per_rank=self.num_max_tokens_per_rank,
+            hidden=self.hidden,
+            num_topk=self.num_topk,
+            use_fp8_dispatch=self.use_fp8_dispatch,
+            allow_multiple_reduction=self.allow_multiple_reduction,
+        )
+
+
+class PooledBuffer:
+    """A buffer with its spec and the way it was chosen. As a context manager it closes, by abort on an exception."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        spec: BufferSpec,
+        backend: Backend,
+        built: BuiltBuffer,
+        *,
+        num_sms: int,
+        check: bool,
+    ) -> None:
+        self.group, self.spec, self.backend, self.num_sms, self.check = group, spec, backend, num_sms, check
+        self.broken = False
+        self._built: BuiltBuffer | None = built
+
+    @property
+    def closed(self) -> bool:
+        return self._built is None
+
+    @property
+    def buffer(self) -> ElasticBufferLike:
+        """The live buffer.
+
+        Raises:
+            BufferClosedError: it was closed, or its group is gone.
+        """
+        if self._built is None:
+            raise BufferClosedError("the buffer was closed", fix="Call prepare_buffer() or dispatch again.")
+        return self._built.buffer
+
+    def fail(self, operation: str, error: Exception) -> NoReturn:
+        """Collective over the group: raise ``error`` here and on the ranks that are in a call of this buffer."""
+        if self._built is None:
+            raise error
+        self._built.report_failure(operation, error)
+
+    def describe(self) -> str:
+        """One line: class, module and file, sizes, and the reason of the choice."""
+        if self._built is None:
+            return f"{self.backend.class_name}, closed"
+        kind = type(self._built.buffer)
+        return (
+            f"{kind.__name__} ({kind.__module__}, {sys.modules[kind.__module__].__file__}), "
+            f"{self.spec.num_bytes(self.group.size())} bytes for {self.spec.num_max_tokens_per_rank} tokens a rank, "
+            f"because {self.backend.reason}"
+        )
+
+    def close(self, *, abort: bool = False) -> None:
+        """Free the buffer. Collective over the group unless ``abort``; a second call does nothing.
+
+        With ``abort``, after a failed collective, or when the group is gone, no collective is made: references are
+        dropped, and what DeepEP holds comes back at process exit, which is warned about.
+        """
+        if self._built is None:
+            return
+        built, self._built = self._built, None
+        if abort or self.broken or not is_registered(self.group):
+            if self.backend.name != "embedded":
+                held = self.spec.num_bytes(self.group.size())
+                logger.warning("%s dropped without its collective close: %d bytes stay until exit", built.buffer, held)
+            return
+        built.buffer.destroy()
+
+    def __enter__(self) -> PooledBuffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(abort=kind is not None)
+
+
+class BufferPool:
+    """All buffers of the process.
+
+    Attributes:
+        pinned: the settings in force, None while no buffer lives.
+        constructions: how many buffers were built so far.
+        wished_num_sms: what ``set_deepep_num_sms`` asked for; 0 is automatic.
+    """
+
+    def __init__(self) -> None:
+        self.pinned: Settings | None = None
+        self.constructions = 0
+        self.wished_num_sms = 0
+        self._entries: dict[tuple[dist.ProcessGroup, BufferSpec], PooledBuffer] = {}
+        self._last: dict[dist.ProcessGroup, PooledBuffer] = {}
+        self._seen_environment = snapshot()
+
+    def obtain(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        hidden: int,
+        num_topk: int | None,
+        num_max_tokens_per_rank: int | None = None,
+        use_fp8_dispatch: bool = False,
+        num_sms: int = 0,
+    ) -> PooledBuffer:
+        """The buffer for these sizes; built now, collectively over the group, if there is none."""
+        wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
+        entry = self._find(group, *wish) if self.pinned else None
+        if entry is None:
+            entry = self._build(group, wish, num_sms)
+        else:
+            self._warn_of_changes()
+        self._last[group] = entry
+        return entry
+
+    def fail(self, group: dist.ProcessGroup, operation: str, error: MoEError) -> NoReturn:
+        """Collective over the group: raise ``error`` before it is known which buffer the call is for."""
+        entry = self._last.get(group)
+        if entry is not None and not entry.closed:
+            entry.fail(operation, error)
+        agree(group, operation, {}, timeout=agreement_timeout(), failure=error)
+        raise error
+
+    def close(self, group: dist.ProcessGroup | None = None, *, abort: bool = False) -> None:
+        """Close the group's buffers, or all. Collective over each living group unless ``abort``."""
+        for key in [key for key in self._entries if group is None or key[0] is group]:
+            self._drop(key, abort=abort)
+
+    def _drop(self, key: tuple[dist.ProcessGroup, BufferSpec], *, abort: bool) -> None:
+        entry = self._entries.pop(key)
+        if self._last.get(key[0]) is entry:
+            del self._last[key[0]]
+        if not self._entries:
+            self.pinned = None
+        entry.close(abort=abort)
+
+    def _purge(self) -> None:
+        for key in [key for key, entry in self._entries.items() if entry.closed or not is_registered(key[0])]:
+            self._drop(key, abort=True)
+
+    def _find(
+        self, group: dist.ProcessGroup, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool
+    ) -> PooledBuffer | None:
+        assert self.pinned is not None
+        spec = _spec(self.pinned, hidden, num_topk, ceiling, fp8)
+        for one in (spec, replace(spec, num_topk=0)):
+            entry = self._entries.get((group, one))
+            if entry is not None and not entry.closed and is_registered(group):
+                return entry
+        return None
+
+    def _build(
+        self, group: dist.ProcessGroup, wish: tuple[int, int | None, int | None, bool], num_sms: int
+    ) -> PooledBuffer:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a buffer cannot be built inside a CUDA graph capture", fix="Call prepare_buffer() before the capture."
+            )
+        self._purge()
+        timeout = agreement_timeout()
+        failure: MoEError | None = None
+        facts: dict[str, Any] = {}
+        proposal: dict[str, Any] = {}
+        try:
+            settings = self.pinned or read()
+            spec = _spec(settings, *wish)
+            backend = choose(probe(), settings, on_cuda=on_cuda(group))
+            facts = {
+                "backend": backend.name,
+                "spec": asdict(spec),
+                "versions": {"torch": torch.__version__, **backend.versions},
+                "settings": {name: value for name, value in settings.as_dict().items() if name != "agree_secs"},
+            }
+            proposal = {"num_sms": settings.num_sms or num_sms or self.wished_num_sms}
+        except MoEError as error:
+            failure = error
+        decided = agree(group, "buffer construction", facts, timeout=timeout, failure=failure, decide=proposal)
+        logger.info(
+            "building %s for %s, %d bytes, because %s",
+            backend.class_name,
+            spec,
+            spec.num_bytes(group.size()),
+            backend.reason,
+        )
+        entry = None
+        try:
+            built = constructor_of(backend)(group, **asdict(spec))
+            entry = PooledBuffer(group, spec, backend, built, num_sms=decided["num_sms"], check=settings.check)
+        except MoEError as error:
+            failure = error
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = BackendError(f"{backend.class_name} could not be built: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        try:
+            agree(group, "buffer constructed", {}, timeout=timeout, failure=failure)
+        except MoEError:
+            if entry is not None:
+                entry.close(abort=True)
+            raise
+        assert entry is not None
+        self.constructions += 1
+        self._entries[group, spec] = entry
+        if self.pinned is None:
+            self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
+            self._seen_environment = snapshot()
+        return entry
+
+    def _warn_of_changes(self) -> None:
+        now = snapshot()
+        if now == self._seen_environment:
+            return
+        for variable, before, after in zip(VARIABLES, self._seen_environment, now, strict=True):
+            if before != after:
+                logger.warning(
+                    "%s changed from %s to %s after the first buffer was built: this changes nothing until "
+                    "close_buffers()",
+                    variable.name,
+                    before,
+                    after,
+                )
+        self._seen_environment = now
+
+
+def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool) -> BufferSpec:
+    for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
+        if value is not None and value < 1:
+            raise InputError(name, got=value, expected="at least 1")
+    return BufferSpec(
+        hidden=max(hidden, settings.hidden),
+        num_topk=0 if num_topk is None else max(num_topk, settings.num_topk),
+        num_max_tokens_per_rank=ceiling or settings.max_tokens_per_rank,
+        use_fp8_dispatch=fp8,
+        deterministic=settings.deterministic,
+        allow_hybrid_mode=settings.mode == "hybrid",
+    )
+
+
+def on_cuda(group: dist.ProcessGroup) -> bool:
+    """The group moves CUDA tensors by NCCL."""
+    return "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+
+
+def resolve_group(group: Group) -> dist.ProcessGroup:
+    """A process group from itself, from a one-dimensional ``DeviceMesh``, or the default group from None."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')
+        return group.get_group()
+    if group is None:
+        if not dist.is_initialized():
+            raise InputError(
+                "no process group", fix="Call torch.distributed.init_process_group(), also for a single rank."
+            )
+        group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+pool = BufferPool()
+"""The pool of this process."""
+
+
+def prepare_buffer(
+    group: Group = None,
+    *,
+    hidden: int,
+    num_topk: int | None = None,
+    num_max_tokens_per_rank: int | None = None,
+    num_sms: int = 0,
+) -> PooledBuffer:
+    """Build the buffer before step 0, or return the one there is. Collective over the group.
+
+    Args:
+        group: process group, one-dimensional ``DeviceMesh``, or None for the default group.
+        hidden: H, elements of a token row.
+        num_topk: K; None sizes for DeepEP's largest, 32, and serves every later top-k.
+        num_max_tokens_per_rank: M, rows that a rank may dispatch in one call; default from the environment.
+        num_sms: streaming multiprocessors for communication; 0 is automatic.
+
+    Raises:
+        SettingsError, BackendError, InputError: on every rank, if anything is wrong on any.
+        RankMismatchError: ranks ask for different buffers; the message is a table.
+        MissingRankError: a rank did not come in time.
+        CaptureError: inside a CUDA graph capture.
+    """
+    return pool.obtain(
+        resolve_group(group),
+        hidden=hidden,
+        num_topk=num_topk,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        num_sms=num_sms,
+    )
+
+
+def close_buffers(group: Group = None, *, abort: bool = False) -> None:
+    """Close the buffers of ``group``, or all of the process. Collective over each living group unless ``abort``.
+
+    Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next.
+    """
+    pool.close(None if group is None else resolve_group(group), abort=abort)

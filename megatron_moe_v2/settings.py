@@ -1,0 +1,164 @@
+"""Every environment variable of the package, read and checked in one place.
+
+:func:`read` turns the environment into a frozen :class:`Settings`. Nothing else in the package reads the prefix
+``MCORE_DEEPEP_V2_``. Order of precedence everywhere: explicit argument, environment, what the caller's own
+configuration implies, default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .errors import SettingsError
+
+__all__ = ["PREFIX", "VARIABLES", "Settings", "Variable", "agreement_timeout", "name_of", "read", "snapshot"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "MCORE_DEEPEP_V2_"
+
+BACKENDS = ("auto", "deepep_v2", "deepep_v1", "embedded")
+MODES = ("hybrid", "direct")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the environment asks for.
+
+    Attributes:
+        backend: which buffer class, ``auto`` takes the first that works of V2, V1, embedded.
+        mode: topology of DeepEP V2 between nodes, ``hybrid`` or ``direct``.
+        max_tokens_per_rank: the per-rank token ceiling, rows of ``x`` in one call.
+        hidden: least hidden size that a buffer is sized for; 0 takes the model's own.
+        num_topk: least top-k that a buffer is sized for; 0 takes the model's own.
+        num_sms: streaming multiprocessors that communication may use; 0 is automatic.
+        deterministic: ask DeepEP V2 for a fixed receive order (the embedded buffer always has one).
+        check: check indices and compare every call between ranks; slow, for debugging.
+        agree_secs: seconds that ranks wait for each other when a buffer is built.
+    """
+
+    backend: str = "auto"
+    mode: str = "hybrid"
+    max_tokens_per_rank: int = 8192
+    hidden: int = 0
+    num_topk: int = 0
+    num_sms: int = 0
+    deterministic: bool = False
+    check: bool = False
+    agree_secs: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field, options in (("backend", BACKENDS), ("mode", MODES)):
+            if getattr(self, field) not in options:
+                raise SettingsError(field, got=repr(getattr(self, field)), expected=", ".join(options))
+        for field, least in (("max_tokens_per_rank", 1), ("hidden", 0), ("num_topk", 0), ("num_sms", 0)):
+            if getattr(self, field) < least:
+                raise SettingsError(field, got=getattr(self, field), expected=f"an integer from {least}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable: its name without the prefix, the field it sets, how it is parsed, what is allowed."""
+
+    suffix: str
+    field: str
+    parse: Callable[[str], Any]
+    allowed: str
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.suffix
+
+
+def _choice(options: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in options:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _number(kind: type, least: float) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not least <= value < float("inf"):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+VARIABLES = (
+    Variable(suffix="BACKEND", field="backend", parse=_choice(BACKENDS), allowed=", ".join(BACKENDS)),
+    Variable(suffix="MODE", field="mode", parse=_choice(MODES), allowed=", ".join(MODES)),
+    Variable(
+        suffix="MAX_TOKENS_PER_RANK", field="max_tokens_per_rank", parse=_number(int, 1), allowed="an integer from 1"
+    ),
+    Variable(suffix="HIDDEN", field="hidden", parse=_number(int, 0), allowed="an integer from 0"),
+    Variable(suffix="NUM_TOPK", field="num_topk", parse=_number(int, 0), allowed="an integer from 0"),
+    Variable(suffix="NUM_SMS", field="num_sms", parse=_number(int, 0), allowed="an integer from 0"),
+    Variable(suffix="DETERMINISTIC", field="deterministic", parse=_flag, allowed="0 or 1"),
+    Variable(suffix="CHECK", field="check", parse=_flag, allowed="0 or 1"),
+    Variable(suffix="AGREE_SECS", field="agree_secs", parse=_number(float, 0.1), allowed="seconds from 0.1"),
+)
+
+_BY_FIELD = {variable.field: variable for variable in VARIABLES}
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def name_of(field: str) -> str:
+    """Full name of the variable that sets ``field``, for messages."""
+    return _BY_FIELD[field].name
+
+
+def snapshot(environ: Mapping[str, str] | None = None) -> tuple[str | None, ...]:
+    """The raw texts of all known variables, to see cheaply whether anything changed since."""
+    environ = os.environ if environ is None else environ
+    return tuple(environ.get(name) for name in _BY_NAME)
+
+
+def agreement_timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Seconds that ranks wait for each other, also where another variable's value is bad and must be reported."""
+    variable = _BY_FIELD["agree_secs"]
+    try:
+        return float(variable.parse((os.environ if environ is None else environ)[variable.name]))
+    except (KeyError, ValueError):
+        return Settings.agree_secs
+
+
+def read(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read and check the environment.
+
+    Raises:
+        SettingsError: a value is not allowed; names the variable, the value and what is allowed.
+    """
+    environ = os.environ if environ is None else environ
+    for name in environ:
+        if name.startswith(PREFIX) and name not in _BY_NAME:
+            nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0]
+            logger.warning("%s is no setting of this package; did you mean %s?", name, nearest)
+    values = {}
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "").strip()
+        if not text:
+            continue
+        try:
+            values[variable.field] = variable.parse(text)
+        except (ValueError, KeyError, OverflowError):
+            raise SettingsError(
+                variable.name, got=repr(text), expected=variable.allowed, fix="Change it or unset it."
+            ) from None
+    return Settings(**values)
