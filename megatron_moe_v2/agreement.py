@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .errors import CommunicationError, MissingRankError, MoEError, RankMismatchError, from_wire, rank_table, to_wire
 
-__all__ = ["agree", "is_registered"]
+__all__ = ["agree", "is_registered", "post_failure", "posted_failure"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,31 @@ def agree(
     if verdict["kind"] == "error":
         raise from_wire(verdict["text"], verdict["rank"])
     raise _KINDS[verdict["kind"]](verdict["text"])
+
+
+def post_failure(group: dist.ProcessGroup, operation: str, error: Exception) -> None:
+    """Leave word in the store that this rank's call failed, for ranks that will wait for it in vain. Not collective."""
+    if group.size() > 1:
+        report = {"rank": dist.get_rank(), "operation": operation, "error": to_wire(error)}
+        dist.distributed_c10d._get_default_store().set(_failure_key(group), json.dumps(report))
+
+
+def posted_failure(group: dist.ProcessGroup) -> MoEError | None:
+    """Another rank's posted failure as an error of its type, or None. Never raises."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if group.size() == 1 or not store.check([_failure_key(group)]):
+            return None
+        report = json.loads(store.get(_failure_key(group)))
+    except RuntimeError:
+        return None
+    if report["rank"] == dist.get_rank():
+        return None
+    return from_wire(report["error"], report["rank"])
+
+
+def _failure_key(group: dist.ProcessGroup) -> str:
+    return f"megatron_moe_v2/{group.group_name}/failure"
 
 
 _KINDS: dict[str, Callable[[str], MoEError]] = {"mismatch": RankMismatchError, "missing": MissingRankError}

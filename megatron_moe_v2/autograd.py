@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .agreement import posted_failure
 from .buffers.contract import flatten_handle, rebuild_handle
 from .errors import CommunicationError
 from .pool import PooledBuffer
@@ -81,9 +82,10 @@ def _communication(call: Call) -> Iterator[None]:
     with restored_on_error(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         try:
             yield
-        except CommunicationError:
+        except CommunicationError as error:
             call.entry.broken = True
-            raise
+            posted = posted_failure(call.entry.group)
+            raise posted or error from error
 
 
 def _weights_dtype(tokens: torch.dtype) -> torch.dtype:
@@ -116,7 +118,7 @@ class FusedDispatch(torch.autograd.Function):
                 num_experts=call.num_experts,
                 num_max_tokens_per_rank=call.entry.spec.num_max_tokens_per_rank,
                 expert_alignment=call.expert_alignment,
-                num_sms=call.entry.num_sms,
+                num_sms=call.entry.num_sms_for(call.num_experts, topk_idx.shape[1]),
                 do_expand=call.expert_layout,
                 do_zero_padding=call.zero_padding,
                 **call.streams(),

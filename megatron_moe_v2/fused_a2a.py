@@ -113,7 +113,7 @@ def fused_dispatch(
     )
     if entry.check:
         _compare("dispatch", call, x, token_probs, experts=_index_error(token_indices, num_experts))
-    return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-any-return]
+    return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def fused_combine(
@@ -150,7 +150,7 @@ def fused_combine(
     call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
     if call.entry.check:
         _compare("combine", call, x)
-    return FusedCombine.apply(x, handle, call), None
+    return FusedCombine.apply(x, handle, call), None  # type: ignore[no-untyped-call]
 
 
 def set_deepep_num_sms(num_sms: int) -> None:

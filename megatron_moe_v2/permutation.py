@@ -33,12 +33,12 @@ def group_by_expert(
     position = layout.rows_of_slots(slots.slots, int(slots.aligned.sum()))
     row = torch.where(position < 0, -1, position // max(local_idx.shape[1], 1))
     grouped_weights = layout.pick(weights.reshape(-1), position)
-    return _Group.apply(x, row, slots.slots), grouped_weights, slots
+    return _Group.apply(x, row, slots.slots), grouped_weights, slots  # type: ignore[no-untyped-call]
 
 
 def sum_over_experts(rows: Tensor, slots: layout.ExpertSlots) -> Tensor:
     """Sum each token's rows ``[P, H]`` into ``[n, H]``, in float32 with one rounding."""
-    return _Ungroup.apply(rows, slots.slots)  # type: ignore[no-any-return]
+    return _Ungroup.apply(rows, slots.slots)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _group(x: Tensor, row: Tensor) -> Tensor:

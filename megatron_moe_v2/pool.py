@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -16,16 +17,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import agree, is_registered
+from .agreement import agree, is_registered, post_failure
 from .buffers import Backend, choose, constructor_of
 from .buffers.contract import BuiltBuffer, ElasticBufferLike, buffer_bytes
 from .errors import BackendError, BufferClosedError, CaptureError, InputError, MoEError
 from .probe import probe
-from .settings import VARIABLES, Settings, agreement_timeout, read, snapshot
+from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
 
 __all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "pool", "prepare_buffer", "resolve_group"]
 
 logger = logging.getLogger(__name__)
+
+FALLBACK_NUM_SMS = 24
+"""SM count where DeepEP can make no estimate: within a few percent of its best dispatch at two ranks over NVLink."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -42,6 +46,8 @@ class BufferSpec:
         deterministic: fixed receive order.
         allow_hybrid_mode: hybrid topology between nodes, else direct.
         allow_multiple_reduction: the expert layout adds a rank's rows of a token before they travel.
+        num_allocated_qps: queue pairs of DeepEP V2; 0 is its own choice.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: how long DeepEP V2 waits for other ranks.
     """
 
     hidden: int
@@ -51,6 +57,9 @@ class BufferSpec:
     deterministic: bool = False
     allow_hybrid_mode: bool = True
     allow_multiple_reduction: bool = True
+    num_allocated_qps: int = 0
+    num_cpu_timeout_secs: int = 300
+    num_gpu_timeout_secs: int = 100
 
     def num_bytes(self, num_ranks: int) -> int:
         """Bytes that DeepEP V2 reserves for this on one NVLink domain."""
@@ -80,6 +89,7 @@ class PooledBuffer:
         self.group, self.spec, self.backend, self.num_sms, self.check = group, spec, backend, num_sms, check
         self.broken = False
         self._built: BuiltBuffer | None = built
+        self._estimates: dict[tuple[int, int], int] = {}
 
     @property
     def closed(self) -> bool:
@@ -100,13 +110,37 @@ class PooledBuffer:
         """Collective over the group: raise ``error`` here and on the ranks that are in a call of this buffer."""
         if self._built is None:
             raise error
-        self._built.report_failure(operation, error)
+        if self._built.report_failure is not None:
+            self._built.report_failure(operation, error)
+        post_failure(self.group, operation, error)
+        raise error
+
+    def num_sms_for(self, num_experts: int, num_topk: int) -> int:
+        """SM count of a dispatch. Collective over the group at the first call for these numbers, on DeepEP V2.
+
+        What was asked for goes first, then DeepEP's estimate. The estimate comes from what each host's tools print,
+        so rank 0's serves all; where it fails, a stated number takes its place.
+        """
+        if self.num_sms or self.backend.name != "deepep_v2":
+            return self.num_sms
+        known = self._estimates.get((num_experts, num_topk))
+        if known is None:
+            estimate: Callable[[int, int], int] = self.buffer.get_theoretical_num_sms  # type: ignore[attr-defined]
+            try:
+                proposal = estimate(num_experts, num_topk)
+            except (ArithmeticError, AssertionError, RuntimeError) as error:
+                proposal = FALLBACK_NUM_SMS
+                logger.warning("DeepEP gives no SM estimate (%s): taking %d", error, proposal)
+            facts = {"num_experts": num_experts, "num_topk": num_topk}
+            decided = agree(self.group, "SM count", facts, timeout=agreement_timeout(), decide={"num_sms": proposal})
+            known = self._estimates[num_experts, num_topk] = int(decided["num_sms"])
+        return known
 
     def describe(self) -> str:
         """One line: class, module and file, sizes, and the reason of the choice."""
         if self._built is None:
             return f"{self.backend.class_name}, closed"
-        kind = type(self._built.buffer)
+        kind = self._built.kind
         return (
             f"{kind.__name__} ({kind.__module__}, {sys.modules[kind.__module__].__file__}), "
             f"{self.spec.num_bytes(self.group.size())} bytes for {self.spec.num_max_tokens_per_rank} tokens a rank, "
@@ -224,7 +258,8 @@ class BufferPool:
         try:
             settings = self.pinned or read()
             spec = _spec(settings, *wish)
-            backend = choose(probe(), settings, on_cuda=on_cuda(group))
+            set_deepep_defaults(settings)
+            backend = choose(probe(), settings, on_cuda=on_cuda(group), num_ranks=group.size())
             facts = {
                 "backend": backend.name,
                 "spec": asdict(spec),
@@ -292,6 +327,9 @@ def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: int | 
         use_fp8_dispatch=fp8,
         deterministic=settings.deterministic,
         allow_hybrid_mode=settings.mode == "hybrid",
+        num_allocated_qps=settings.num_qps,
+        num_cpu_timeout_secs=settings.cpu_timeout_secs,
+        num_gpu_timeout_secs=settings.gpu_timeout_secs,
     )
 
 

@@ -16,7 +16,18 @@ from typing import Any
 
 from .errors import SettingsError
 
-__all__ = ["PREFIX", "VARIABLES", "Settings", "Variable", "agreement_timeout", "name_of", "read", "snapshot"]
+__all__ = [
+    "PREFIX",
+    "VARIABLES",
+    "Settings",
+    "Variable",
+    "agreement_timeout",
+    "deepep_environment",
+    "name_of",
+    "read",
+    "set_deepep_defaults",
+    "snapshot",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +50,10 @@ class Settings:
         num_sms: streaming multiprocessors that communication may use; 0 is automatic.
         deterministic: ask DeepEP V2 for a fixed receive order (the embedded buffer always has one).
         check: check indices and compare every call between ranks; slow, for debugging.
+        num_qps: queue pairs of DeepEP V2; 0 leaves the number to DeepEP.
+        cpu_timeout_secs: seconds that the host waits for a synchronised dispatch of DeepEP V2.
+        gpu_timeout_secs: seconds that a kernel of DeepEP V2 waits; the CUDA context is lost after it.
+        set_env: set the ``EP_*`` and ``NCCL_*`` variables that DeepEP V2 wants, where they are unset.
         agree_secs: seconds that ranks wait for each other when a buffer is built.
     """
 
@@ -50,6 +65,10 @@ class Settings:
     num_sms: int = 0
     deterministic: bool = False
     check: bool = False
+    num_qps: int = 0
+    cpu_timeout_secs: int = 300
+    gpu_timeout_secs: int = 100
+    set_env: bool = True
     agree_secs: float = 60.0
 
     def __post_init__(self) -> None:
@@ -112,11 +131,32 @@ VARIABLES = (
     Variable(suffix="NUM_SMS", field="num_sms", parse=_number(int, 0), allowed="an integer from 0"),
     Variable(suffix="DETERMINISTIC", field="deterministic", parse=_flag, allowed="0 or 1"),
     Variable(suffix="CHECK", field="check", parse=_flag, allowed="0 or 1"),
+    Variable(suffix="NUM_QPS", field="num_qps", parse=_number(int, 0), allowed="an integer from 0"),
+    Variable(suffix="CPU_TIMEOUT_SECS", field="cpu_timeout_secs", parse=_number(int, 1), allowed="seconds from 1"),
+    Variable(suffix="GPU_TIMEOUT_SECS", field="gpu_timeout_secs", parse=_number(int, 1), allowed="seconds from 1"),
+    Variable(suffix="SET_ENV", field="set_env", parse=_flag, allowed="0 or 1"),
     Variable(suffix="AGREE_SECS", field="agree_secs", parse=_number(float, 0.1), allowed="seconds from 0.1"),
 )
 
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+DEEPEP_DEFAULTS = {"NCCL_CUMEM_ENABLE": "1"}
+"""Every variable of others that this package sets, where it is unset and ``set_env`` allows it."""
+
+
+def set_deepep_defaults(settings: Settings) -> None:
+    """Set what DeepEP V2 wants and the user left open, and log it."""
+    for name, value in DEEPEP_DEFAULTS.items() if settings.set_env else ():
+        if name not in os.environ:
+            os.environ[name] = value
+            logger.info("set %s=%s, which DeepEP V2 wants", name, value)
+
+
+def deepep_environment() -> dict[str, str | None]:
+    """The variables of others that decide whether DeepEP V2 can be built here."""
+    return {name: os.environ.get(name) for name in ("NCCL_CUMEM_ENABLE", "EP_DISABLE_GIN")}
 
 
 def name_of(field: str) -> str:

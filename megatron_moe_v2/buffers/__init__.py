@@ -24,6 +24,7 @@ __all__ = ["Backend", "choose", "constructor_of"]
 logger = logging.getLogger(__name__)
 
 _CLASSES = {"deepep_v2": "ElasticBuffer", "deepep_v1": "LegacyElasticBuffer", "embedded": "EmbeddedElasticBuffer"}
+_SINGLE = "DeepEP V1 refuses a group of one rank"
 _INSTALL = {
     "deepep_v2": "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP",
     "deepep_v1": "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1",
@@ -47,7 +48,7 @@ class Backend:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def choose(probe_record: Probe, settings: Settings, *, on_cuda: bool) -> Backend:
+def choose(probe_record: Probe, settings: Settings, *, on_cuda: bool, num_ranks: int = 0) -> Backend:
     """Choose the buffer class.
 
     ``auto`` takes V2, else V1, else embedded; DeepEP runs on CUDA alone, so without it ``auto`` is embedded. Falling to
@@ -56,6 +57,7 @@ def choose(probe_record: Probe, settings: Settings, *, on_cuda: bool) -> Backend
 
     Args:
         on_cuda: the group communicates CUDA tensors.
+        num_ranks: of the group, 0 for not said. V1 cannot serve a single rank: the embedded buffer does.
 
     Raises:
         BackendError: the choice was explicit and cannot be had; holds the cause and how to install it.
@@ -77,12 +79,16 @@ def choose(probe_record: Probe, settings: Settings, *, on_cuda: bool) -> Backend
                 f"{variable}={asked}, but the group has no CUDA device",
                 fix=f"DeepEP runs on GPUs alone; set {variable} to auto or embedded.",
             )
+        if asked == "deepep_v1" and num_ranks == 1:
+            return _backend("embedded", _SINGLE, probe_record)
         return _backend(asked, f"{variable}={asked}: {reasons[asked]}", probe_record)
 
     if not on_cuda:
         return _backend("embedded", "the group has no CUDA device, and DeepEP needs one", probe_record)
     if usable["deepep_v2"]:
         return _backend("deepep_v2", reasons["deepep_v2"], probe_record)
+    if usable["deepep_v1"] and num_ranks == 1:
+        return _backend("embedded", _SINGLE, probe_record)
     if usable["deepep_v1"]:
         return _backend("deepep_v1", f"no V2: {reasons['deepep_v2']}; V1: {reasons['deepep_v1']}", probe_record)
     reason = "; ".join(dict.fromkeys(reasons.values()))

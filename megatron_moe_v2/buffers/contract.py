@@ -201,7 +201,15 @@ class ElasticBufferLike(Protocol):
 
 
 class BuiltBuffer(NamedTuple):
-    """A constructed buffer and the way to tell its other ranks that this rank's call failed before it reached it."""
+    """A constructed buffer.
+
+    Attributes:
+        buffer: what dispatches and combines.
+        report_failure: tells the ranks that are in a call that this rank's call failed before it reached the buffer,
+            then raises; None where the buffer has no channel for it.
+        kind: the class that does the work.
+    """
 
     buffer: ElasticBufferLike
-    report_failure: Callable[[str, Exception], NoReturn]
+    report_failure: Callable[[str, Exception], NoReturn] | None
+    kind: type

@@ -346,7 +346,7 @@ class EmbeddedElasticBuffer:
 def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     """A buffer of the given ``BufferSpec`` fields. Collective over the group."""
     buffer = EmbeddedElasticBuffer(group, explicitly_destroy=True, **sizes)
-    return BuiltBuffer(buffer, buffer.report_failure)
+    return BuiltBuffer(buffer, buffer.report_failure, EmbeddedElasticBuffer)
 
 
 def _event(asynchronous: bool) -> EventOverlap:

@@ -1,0 +1,289 @@
+"""``LegacyElasticBuffer``: DeepEP V1's ``Buffer`` under V2's contract, as far as V1 can honour it.
+
+The token layout is V1's own, argument for argument, so it equals megatron-core's V1 path bit for bit. The expert layout
+is made from it by our own permutation. Not to be had: ``do_cpu_sync=False``, FP8 rows, determinism, SM counts per call
+(V1's is a process-global default), ``previous_event_before_epilogue``; time-outs are fixed in V1. Legend as in
+``contract``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import BufferClosedError, HandleError, InputError, LimitError
+from ..probe import probe
+from . import layout
+from .checks import check_combine_rows, check_num_experts, check_rows
+from .contract import BuiltBuffer, EPHandle
+
+__all__ = ["LegacyElasticBuffer", "LegacyHandle", "build"]
+
+HIDDEN_MULTIPLE = 8
+"""V1 moves rows in 16-byte pieces."""
+
+
+class LegacyHandle(EPHandle):
+    """An ``EPHandle`` that also holds V1's own handle, as attributes ``v1_0``, ``v1_1``, …, and ``recv_topk_idx``."""
+
+    num_parts: int
+    recv_topk_idx: Tensor
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """V1's handle."""
+        return tuple(vars(self)[f"v1_{index}"] for index in range(self.num_parts))
+
+
+def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
+    """Build V1's buffer from ``BufferSpec`` fields. Collective over the group.
+
+    Raises:
+        LimitError: V1 has no configuration for this number of ranks, or cannot honour the spec.
+    """
+    found = probe()
+    assert found.Buffer is not None
+    if sizes["use_fp8_dispatch"] or sizes["deterministic"]:
+        raise LimitError("FP8 dispatch or determinism on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    num_ranks, row_bytes = group.size(), 2 * sizes["hidden"]
+    try:
+        configs = [found.Buffer.get_dispatch_config(num_ranks), found.Buffer.get_combine_config(num_ranks)]
+    except AssertionError as error:
+        raise LimitError(f"ranks on DeepEP V1: {error}", got=num_ranks, fix="Use DeepEP V2.") from error
+    raw = found.Buffer(
+        group,
+        max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
+        max(config.get_rdma_buffer_size_hint(row_bytes, num_ranks) for config in configs) if num_ranks > 8 else 0,
+        explicitly_destroy=True,
+    )
+    return BuiltBuffer(LegacyElasticBuffer(raw, group, sizes["num_max_tokens_per_rank"]), None, found.Buffer)
+
+
+class LegacyElasticBuffer:
+    """V1's ``Buffer`` spoken to as V2's.
+
+    Args:
+        raw: the buffer.
+        group: its ranks.
+        num_max_tokens_per_rank: M, the default ceiling of a call.
+    """
+
+    def __init__(self, raw: Any, group: dist.ProcessGroup, num_max_tokens_per_rank: int) -> None:
+        self.raw: Any = raw
+        self.rank_idx, self.num_ranks = group.rank(), group.size()
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self._overlap: Any = probe().EventOverlap
+        self._handle: Any = probe().EventHandle
+
+    def capture(self) -> Any:
+        """A raw event handle recorded on the current stream."""
+        return self._handle()
+
+    def destroy(self) -> None:
+        """Free everything. Collective over the group."""
+        if self.raw is not None:
+            raw, self.raw = self.raw, None
+            raw.destroy()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: LegacyHandle | None = None,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
+        """As ``ElasticBuffer.dispatch``. Collective over the group."""
+        self._check_tokens(x)
+        if do_cpu_sync is False and handle is None:
+            raise LimitError("do_cpu_sync=False on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
+        alignment = (expert_alignment or 1) if handle is None else handle.expert_alignment
+        # Our own work on what was received runs on the current stream: only a bare token dispatch stays asynchronous.
+        bare = not do_expand and handle is None and alignment == 1
+        asynchronous = async_with_compute_stream and bare
+        streams = {
+            "previous_event": self._overlap(previous_event) if previous_event is not None else None,
+            "async_finish": asynchronous,
+            "allocate_on_comm_stream": allocate_on_comm_stream,
+        }
+        if handle is not None:
+            return self._cached(x, topk_weights, handle, streams, do_expand, do_zero_padding)
+        if topk_idx is None:
+            raise InputError("topk_idx", got=None, expected="[T, K] where no handle is given")
+        ceiling = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        check_rows(x.shape[0], ceiling)
+        num_local_experts = check_num_experts(num_experts, self.num_ranks) // self.num_ranks
+        per_rank, per_rdma_rank, per_expert, in_rank, event = self.raw.get_dispatch_layout(
+            topk_idx, num_experts, **streams
+        )
+        streams["previous_event"] = event if event.event is not None else streams["previous_event"]
+        recv_x, recv_idx, recv_weights, counts, parts, event = self.raw.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            expert_alignment=alignment,
+            **streams,
+        )
+        made = self._make_handle(
+            topk_idx,
+            recv_idx,
+            parts,
+            counts,
+            slots=None if bare else layout.expert_slots(recv_idx.long(), num_local_experts, alignment),
+            num_experts=num_local_experts * self.num_ranks,
+            alignment=alignment,
+            ceiling=ceiling,
+            do_expand=do_expand,
+        )
+        if not do_expand:
+            return recv_x, recv_idx, recv_weights, made, event
+        return self._expand(recv_x, recv_weights, made, do_zero_padding, event)
+
+    def _cached(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        handle: LegacyHandle,
+        streams: dict[str, Any],
+        do_expand: bool,
+        do_zero_padding: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
+        """V1's cached dispatch carries no indices and no weights: the handle has the ones, a second call the others."""
+        if x.shape[0] != handle.topk_idx.shape[0]:
+            raise HandleError("rows of x", got=x.shape[0], expected=f"the {handle.topk_idx.shape[0]} dispatched")
+        if do_expand and not handle.do_expand:
+            raise HandleError("do_expand with a handle of the token layout", fix="Dispatch with do_expand=True first.")
+        recv_x, _, _, _, _, event = self.raw.dispatch(x, handle=handle.parts(), **streams)
+        recv_weights = None
+        if topk_weights is not None:
+            padded = torch.nn.functional.pad(topk_weights, (0, -topk_weights.shape[1] % 4))
+            received, _, _, _, _, event = self.raw.dispatch(
+                padded.view(torch.bfloat16), handle=handle.parts(), async_finish=False
+            )
+            recv_weights = received.view(torch.float32)[:, : topk_weights.shape[1]].contiguous()
+        if do_expand:
+            return self._expand(recv_x, recv_weights, handle, do_zero_padding, event)
+        return recv_x, handle.recv_topk_idx, recv_weights, handle, event
+
+    def _make_handle(
+        self,
+        topk_idx: Tensor,
+        recv_idx: Tensor,
+        parts: tuple[Tensor, ...],
+        counts: list[int],
+        *,
+        slots: layout.ExpertSlots | None,
+        num_experts: int,
+        alignment: int,
+        ceiling: int,
+        do_expand: bool,
+    ) -> LegacyHandle:
+        """Without ``slots`` nothing here reads what was received, which may not have arrived yet."""
+        num_rows, num_topk, device = len(recv_idx), topk_idx.shape[1], recv_idx.device
+        metadata = torch.full((num_rows, num_topk + 2), -1, dtype=torch.int32, device=device)
+        received = torch.tensor([num_rows], dtype=torch.int32, device=device)
+        if slots is None:
+            exact = torch.tensor(counts, device=device)
+            ends = exact.cumsum(0)
+        else:
+            exact, ends = slots.counts, slots.aligned.cumsum(0)
+            if do_expand:
+                metadata[:, 2:] = slots.slots
+                ends = ends - slots.aligned + exact
+            if len(parts) == 6:  # within a node V1 says where each row came from
+                received = parts[0][:, self.rank_idx]
+                source = torch.bucketize(torch.arange(num_rows, device=device), received, right=True)
+                metadata[:, 0] = source * ceiling + parts[3]
+        handle = LegacyHandle(
+            do_expand=do_expand,
+            num_experts=num_experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=ceiling,
+            num_sms=int(self.raw.num_sms),
+            topk_idx=topk_idx.clone(),
+            num_recv_tokens=len(recv_idx),
+            num_expanded_tokens=sum(counts),
+            num_recv_tokens_per_expert_list=list(counts),
+            psum_num_recv_tokens_per_scaleup_rank=received,
+            psum_num_recv_tokens_per_expert=ends.int(),
+            num_unaligned_recv_tokens_per_expert=exact.int(),
+            recv_src_metadata=metadata,
+            dst_buffer_slot_idx=None,
+        )
+        handle.num_parts, handle.recv_topk_idx = len(parts), recv_idx
+        vars(handle).update({f"v1_{index}": part for index, part in enumerate(parts)})
+        return handle
+
+    def _expand(
+        self, recv_x: Tensor, recv_weights: Tensor | None, handle: LegacyHandle, do_zero_padding: bool, event: Any
+    ) -> tuple[Tensor, None, Tensor | None, LegacyHandle, Any]:
+        num_topk = handle.topk_idx.shape[1]
+        position = layout.rows_of_slots(handle.recv_src_metadata[:, 2:], handle.num_expanded_tokens)
+        row = torch.div(position.clamp_min(0), num_topk, rounding_mode="floor")
+        expanded = layout.gather_rows(recv_x, row) if len(recv_x) else recv_x.new_zeros(len(row), recv_x.shape[1])
+        if do_zero_padding:
+            expanded.masked_fill_((position < 0)[:, None], 0)
+        weights = None if recv_weights is None else layout.pick(recv_weights.reshape(-1), position)
+        return expanded, None, weights, handle, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: LegacyHandle,
+        topk_weights: Tensor | None = None,
+        num_sms: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """As ``ElasticBuffer.combine``, without bias. Collective over the group."""
+        self._check_tokens(x)
+        check_combine_rows(x.shape[0], handle)
+        ours = handle.do_expand or topk_weights is not None
+        if handle.do_expand:
+            slots = handle.recv_src_metadata[:, 2:].long()
+            x = layout.sum_rows(x, slots)
+            topk_weights = None if topk_weights is None else layout.pick(topk_weights, slots)
+        elif topk_weights is not None:
+            # V1 sums what every rank returns, so a rank must return only its own experts' weights.
+            topk_weights = topk_weights.masked_fill(handle.recv_topk_idx < 0, 0)
+        if ours and previous_event is not None:
+            previous_event = self.capture()
+        combined, weights, event = self.raw.combine(
+            x,
+            handle.parts(),
+            topk_weights=topk_weights,
+            previous_event=self._overlap(previous_event) if previous_event is not None else None,
+            async_finish=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+        return combined, weights, event
+
+    def _check_tokens(self, x: Any) -> None:
+        if self.raw is None:
+            raise BufferClosedError("a call on a destroyed buffer", fix="Build a new buffer.")
+        if isinstance(x, tuple):
+            raise LimitError("FP8 rows on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
+        if not x.is_cuda:
+            raise InputError("device of x", got=x.device, expected="CUDA: DeepEP runs on GPUs alone")
+        if x.dtype != torch.bfloat16:
+            raise LimitError("dtype of x on DeepEP V1", got=x.dtype, expected=torch.bfloat16, fix="Cast the tokens.")
+        if x.shape[1] % HIDDEN_MULTIPLE:
+            raise LimitError("hidden on DeepEP V1", got=x.shape[1], expected=f"a multiple of {HIDDEN_MULTIPLE}")

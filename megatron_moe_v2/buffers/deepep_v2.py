@@ -1,0 +1,205 @@
+"""The real DeepEP V2, with its limits checked on the host first.
+
+``GuardedElasticBuffer`` passes dispatch and combine on to ``deep_ep.ElasticBuffer`` and changes nothing but this: what
+DeepEP would answer with a bare assertion or a device trap is a typed error before any kernel, a hidden size that is no
+multiple of 256 is padded and cut, and a time-out says so. Legend as in ``contract``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import BackendError, BufferClosedError, CommunicationError, HandleError, InputError, LimitError
+from ..probe import probe
+from ..settings import name_of
+from . import fabric
+from .checks import check_combine_rows, check_num_experts, check_rows
+from .contract import BuiltBuffer
+
+__all__ = ["GuardedElasticBuffer", "build", "padded_hidden"]
+
+HIDDEN_MULTIPLE = 256
+MAX_NUM_TOPK = 32
+MAX_NUM_EXPERTS = 2048
+MAX_NUM_LOCAL_EXPERTS = 256
+MAX_HYBRID_LANES = 128
+"""Scale-up ranks plus local experts of an uncached dispatch in hybrid mode."""
+
+_LARGEST_PADDING = 0.1
+
+
+def padded_hidden(hidden: int) -> int:
+    """The multiple of 256 that ``hidden`` is padded to.
+
+    Raises:
+        LimitError: the padding would be more than a tenth.
+    """
+    padded = -(-hidden // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+    if padded - hidden > _LARGEST_PADDING * hidden:
+        raise LimitError(
+            "hidden on DeepEP V2",
+            got=hidden,
+            expected=f"a multiple of {HIDDEN_MULTIPLE}, or at most a tenth below one",
+            fix=f"Use {padded}, or {name_of('backend')}=embedded.",
+        )
+    return padded
+
+
+def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
+    """Build DeepEP's buffer from ``BufferSpec`` fields. Collective over the group.
+
+    Raises:
+        BackendError: something that DeepEP needs is missing on this host; says what to set.
+        LimitError: it cannot carry these sizes.
+    """
+    found = probe()
+    assert found.ElasticBuffer is not None
+    fabric.check_single_host(group)
+    sizes["hidden"] = padded_hidden(sizes["hidden"])
+    sizes["num_allocated_qps"] = fabric.allocated_qps(
+        sizes["num_allocated_qps"], has_cap=False, hybrid=sizes["allow_hybrid_mode"]
+    )
+    _bring_up(group)
+    raw = found.ElasticBuffer(group, explicitly_destroy=True, **sizes)
+    return BuiltBuffer(GuardedElasticBuffer(raw, sizes["hidden"]), None, found.ElasticBuffer)
+
+
+def _bring_up(group: dist.ProcessGroup) -> None:
+    """Make the group's NCCL communicator exist: DeepEP reads its pointer, which is 0 before the first collective."""
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    torch.cuda.synchronize()
+
+
+class GuardedElasticBuffer:
+    """``deep_ep.ElasticBuffer`` behind the host checks.
+
+    Args:
+        raw: the buffer.
+        hidden: H that it was sized for.
+    """
+
+    def __init__(self, raw: Any, hidden: int) -> None:
+        self.raw: Any = raw
+        self._hidden = hidden
+        self._topk_idx_dtype = probe().topk_idx_t or torch.int64
+
+    def capture(self) -> Any:
+        """A raw event handle recorded on the current stream."""
+        return self.raw.capture()
+
+    def destroy(self) -> None:
+        """Free everything. Collective over the group."""
+        self.raw.destroy()
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+        """DeepEP's estimate; it can fail where no link speed can be read."""
+        return int(self.raw.get_theoretical_num_sms(num_experts, num_topk))
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        *,
+        num_max_tokens_per_rank: int,
+        num_experts: int,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        handle: Any = None,
+        do_expand: bool = False,
+        **arguments: Any,
+    ) -> tuple[Any, Tensor | None, Tensor | None, Any, Any]:
+        """As ``ElasticBuffer.dispatch``. Collective over the group."""
+        tokens = x[0] if isinstance(x, tuple) else x
+        self._check_tokens(tokens, isinstance(x, tuple))
+        check_rows(tokens.shape[0], num_max_tokens_per_rank)
+        if handle is None:
+            assert topk_idx is not None
+            self._check_experts(num_experts, topk_idx.shape[1])
+            topk_idx = topk_idx.to(self._topk_idx_dtype)
+        elif do_expand and not handle.do_expand:
+            raise HandleError("do_expand with a handle of the token layout", fix="Dispatch with do_expand=True first.")
+        elif tokens.shape[0] != handle.topk_idx.shape[0]:
+            raise HandleError("rows of x", got=tokens.shape[0], expected=f"the {handle.topk_idx.shape[0]} dispatched")
+        hidden = tokens.shape[1]
+        received = self._call(
+            self.raw.dispatch,
+            x if isinstance(x, tuple) else _pad(x),
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            handle=handle,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            do_expand=do_expand,
+            **arguments,
+        )
+        if not isinstance(x, tuple) and received[0].shape[1] != hidden:
+            return received[0][:, :hidden].contiguous(), *received[1:]
+        return received  # type: ignore[no-any-return]
+
+    def combine(
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """As ``ElasticBuffer.combine``. Collective over the group."""
+        self._check_tokens(x, False)
+        check_combine_rows(x.shape[0], handle)
+        if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
+            raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
+        combined, weights, event = self._call(self.raw.combine, _pad(x), handle, topk_weights=topk_weights, **arguments)
+        if combined.shape[1] != x.shape[1]:
+            combined = combined[:, : x.shape[1]].contiguous()
+        return combined, weights, event
+
+    def _check_tokens(self, x: Tensor, fp8: bool) -> None:
+        if self.raw.runtime is None:
+            raise BufferClosedError("a call on a destroyed buffer", fix="Build a new buffer.")
+        if not x.is_cuda:
+            raise InputError("device of x", got=x.device, expected="CUDA: DeepEP runs on GPUs alone")
+        wanted = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        if x.dtype != wanted:
+            raise LimitError("dtype of x on DeepEP V2", got=x.dtype, expected=wanted, fix="Cast the tokens before.")
+        if x.shape[1] > self._hidden:
+            raise LimitError("hidden", got=x.shape[1], expected=f"at most the {self._hidden} of the buffer")
+
+    def _check_experts(self, num_experts: int, num_topk: int) -> None:
+        num_local = check_num_experts(num_experts, self.raw.num_ranks) // self.raw.num_ranks
+        if num_topk > MAX_NUM_TOPK:
+            raise LimitError("top-k on DeepEP V2", got=num_topk, expected=f"at most {MAX_NUM_TOPK}")
+        if num_experts > MAX_NUM_EXPERTS:
+            raise LimitError("experts on DeepEP V2", got=num_experts, expected=f"at most {MAX_NUM_EXPERTS}")
+        if num_local > MAX_NUM_LOCAL_EXPERTS:
+            raise LimitError(
+                "experts a rank on DeepEP V2",
+                got=num_local,
+                expected=f"at most {MAX_NUM_LOCAL_EXPERTS}",
+                fix="Use more expert-parallel ranks.",
+            )
+        if self.raw.num_scaleout_ranks > 1 and self.raw.num_scaleup_ranks + num_local > MAX_HYBRID_LANES:
+            raise LimitError(
+                "scale-up ranks plus experts a rank in hybrid mode",
+                got=self.raw.num_scaleup_ranks + num_local,
+                expected=f"at most {MAX_HYBRID_LANES}",
+                fix="Use more expert-parallel ranks, or direct mode.",
+            )
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            text = str(error)
+            if "CPU wait" in text:
+                raise CommunicationError(
+                    f"rank {self.raw.rank_idx} of {self.raw.num_ranks} waited in vain for another rank",
+                    got=text.splitlines()[0],
+                    fix="Look for the first error in the other ranks' logs.",
+                ) from error
+            if "assert" in text.lower():
+                raise BackendError(f"DeepEP refused the call: {text.splitlines()[0]}") from error
+            raise
+
+
+def _pad(x: Tensor) -> Tensor:
+    padded = -(-x.shape[1] // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+    return x if padded == x.shape[1] else torch.nn.functional.pad(x, (0, padded - x.shape[1]))

@@ -1,0 +1,199 @@
+"""What each rank does in the GPU tests: real DeepEP beside the embedded buffer over NCCL, on the same inputs.
+
+One small shape, one time-out and fixed queue pairs throughout: DeepEP compiles every new combination for seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+M, H, K, E = 512, 1024, 4, 32
+
+ENVIRONMENT = {
+    "MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK": str(M),
+    "MCORE_DEEPEP_V2_NUM_SMS": "8",
+    "MCORE_DEEPEP_V2_NUM_QPS": "17",
+    "MCORE_DEEPEP_V2_CPU_TIMEOUT_SECS": "20",
+    "MCORE_DEEPEP_V2_GPU_TIMEOUT_SECS": "20",
+    "MCORE_DEEPEP_V2_MODE": "direct",
+    "MCORE_DEEPEP_V2_AGREE_SECS": "60",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "EP_DISABLE_GIN": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+def join_nccl(rank: int, world: int) -> None:
+    """The default group over NCCL, ranks spread over the GPUs there are."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
+
+
+def scenes(rank: int, world: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """``(name, x, topk_idx, topk_weights)`` of this rank."""
+    rows = {
+        "balanced": M,
+        "ragged": [M, 37, 0, 1][rank % 4] if world > 1 else 37,
+        "all to one": 128,
+        "nothing": 0 if rank == world - 1 else 64,
+    }
+    for number, (name, tokens) in enumerate(rows.items()):
+        draw = torch.Generator("cuda").manual_seed(1000 * number + rank)
+        x = torch.randn(tokens, H, device="cuda", generator=draw).bfloat16()
+        scores = torch.rand(tokens, E, device="cuda", generator=draw)
+        if name == "all to one":
+            scores[:, E // world :] = -1.0
+        weights, idx = scores.topk(K)
+        weights = weights.softmax(-1)
+        masked = torch.rand(tokens, K, device="cuda", generator=draw) < 0.2
+        yield name, x, idx.masked_fill(masked, -1), weights
+
+
+def _by_source(handle: Any, recv_x: Tensor, weights: Tensor, idx: Tensor | None) -> dict[str, Tensor]:
+    """What was received, in an order that does not depend on the receive order."""
+    rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    keys = handle.recv_src_metadata[:rows, 0]
+    order = keys.argsort()
+    if not handle.do_expand:
+        assert idx is not None
+        local = torch.where(idx[order] >= 0, weights[order], 0)
+        return {"keys": keys[order], "x": recv_x[order], "idx": idx[order], "weights": local}
+    slots = handle.recv_src_metadata[order, 2:].long()
+    filled = slots[slots >= 0]
+    return {"keys": keys[order], "lanes": slots >= 0, "x": recv_x[filled], "weights": weights[filled]}
+
+
+def contract(rank: int, world: int, backend: str) -> dict[str, bool]:
+    """Dispatch and combine against the embedded buffer, bit by bit."""
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = backend
+    join_nccl(rank, world)
+    from megatron_moe_v2.buffers.embedded import EmbeddedElasticBuffer
+    from megatron_moe_v2.pool import close_buffers, prepare_buffer
+
+    entry = prepare_buffer(hidden=H, num_topk=K)
+    print(entry.describe(), flush=True)
+    embedded = EmbeddedElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=M, hidden=H, num_topk=K)
+    results: dict[str, bool] = {}
+    for name, x, idx, weights in scenes(rank, world):
+        for expand, alignment in ((False, 1), (True, 1), (True, 128)):
+            case = f"{name}, {'expert' if expand else 'token'} layout, alignment {alignment}"
+            arguments = {
+                "num_experts": E,
+                "num_max_tokens_per_rank": M,
+                "expert_alignment": alignment,
+                "do_expand": expand,
+                "do_zero_padding": expand and alignment > 1,
+                "num_sms": 8,
+            }
+            got = [
+                buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **arguments)
+                for buffer in (entry.buffer, embedded)
+            ]
+            sides = [_by_source(handle, recv_x, w, i) for recv_x, i, w, handle, _ in got]
+            for field in sides[0]:
+                results[f"{case}: {field}"] = torch.equal(sides[0][field], sides[1][field])
+            for field in (
+                "num_recv_tokens_per_expert_list",
+                "psum_num_recv_tokens_per_expert",
+                "num_unaligned_recv_tokens_per_expert",
+            ):
+                one, other = (getattr(side[3], field) for side in got)
+                results[f"{case}: {field}"] = one == other if isinstance(one, list) else torch.equal(one, other)
+            if expand:
+                _, padding = _padding(got[0][3])
+                results[f"{case}: padding is zero"] = bool((got[0][0][padding] == 0).all())
+            combined = [
+                buffer.combine((recv_x.float() * 0.7).bfloat16(), handle, topk_weights=w, num_sms=8)
+                for buffer, (recv_x, _, w, handle, _) in zip((entry.buffer, embedded), got, strict=True)
+            ]
+            results[f"{case}: combined"] = _close(combined[0][0], combined[1][0], exact=backend == "deepep_v2")
+            results[f"{case}: combined weights"] = torch.equal(combined[0][1], combined[1][1])
+    close_buffers()
+    dist.destroy_process_group()
+    return results
+
+
+def _close(got: Tensor, wanted: Tensor, *, exact: bool) -> bool:
+    if exact:
+        return torch.equal(got, wanted)
+    return bool((got.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm())
+
+
+def _padding(handle: Any) -> tuple[Tensor, Tensor]:
+    """Slots that are filled, and the gaps up to the last expert's aligned end."""
+    counts = handle.num_unaligned_recv_tokens_per_expert.long()
+    aligned = (counts + handle.expert_alignment - 1) // handle.expert_alignment * handle.expert_alignment
+    starts = aligned.cumsum(0) - aligned
+    slot = torch.arange(int(aligned.sum()), device=counts.device)
+    expert = torch.bucketize(slot, aligned.cumsum(0), right=True)
+    filled = slot < (starts + counts)[expert]
+    return slot[filled], slot[~filled]
+
+
+def gradients(rank: int, world: int, backend: str) -> dict[str, float]:
+    """Largest relative difference to a dense float32 oracle, per layout, alignment and checkpointing."""
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = backend
+    join_nccl(rank, world)
+    from megatron_moe_v2 import FlexTokenDispatcher, close_buffers
+
+    local = E // world
+    draw = torch.Generator("cuda").manual_seed(7)
+    all_experts = (torch.randn(E, H, H, device="cuda", generator=draw) / H**0.5).bfloat16()
+    results: dict[str, float] = {}
+    for name, x, idx, weights in scenes(rank, world):
+        upstream = torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(rank)).bfloat16()
+        wanted = _dense(rank, world, x, idx, weights, all_experts, upstream)
+        for layout, alignment in (("token", 1), ("expert", 1), ("expert", 128)):
+            for recompute in (False, True):
+                dispatcher = FlexTokenDispatcher(num_experts=E, layout=layout, expert_alignment=alignment)
+                experts = all_experts[rank * local : (rank + 1) * local].clone().requires_grad_()
+                leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+
+                def layer(tokens: Tensor, probs: Tensor) -> Tensor:
+                    sent = dispatcher.dispatch(tokens, idx, probs)  # noqa: B023
+                    parts = sent.tokens.split(sent.padded_tokens_per_expert.tolist())
+                    rows = torch.cat([part @ expert for part, expert in zip(parts, experts, strict=True)])  # noqa: B023
+                    return dispatcher.combine(rows, sent)  # noqa: B023
+
+                out = (
+                    checkpoint(layer, leaf, leaf_weights, use_reentrant=False)
+                    if recompute
+                    else layer(leaf, leaf_weights)
+                )
+                out.backward(upstream)
+                case = f"{name}, {layout} {alignment}{', recomputed' if recompute else ''}"
+                got = (out, leaf.grad, leaf_weights.grad, experts.grad)
+                for what, one, other in zip(("output", "tokens", "weights", "experts"), got, wanted, strict=True):
+                    assert one is not None
+                    scale = float(other.norm()) or 1.0
+                    results[f"{case}: {what}"] = float((one.float() - other).norm()) / scale
+    close_buffers()
+    dist.destroy_process_group()
+    return results
+
+
+def _dense(
+    rank: int, world: int, x: Tensor, idx: Tensor, weights: Tensor, experts: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and gradients of the same layer in float32 without any communication but sums of expert gradients."""
+    leaf, leaf_weights = x.float().requires_grad_(), weights.clone().requires_grad_()
+    every = experts.float().requires_grad_()
+    out = torch.zeros_like(leaf)
+    for expert in range(E):
+        token, lane = (idx == expert).nonzero().unbind(1)
+        out = out.index_add(0, token, (leaf[token] @ every[expert]) * leaf_weights[token, lane, None])
+    out.backward(upstream.float())
+    assert leaf.grad is not None
+    assert leaf_weights.grad is not None
+    total = every.grad if every.grad is not None else torch.zeros_like(every)
+    dist.all_reduce(total)
+    local = E // world
+    return out.detach(), leaf.grad, leaf_weights.grad, total[rank * local : (rank + 1) * local]

@@ -1,0 +1,38 @@
+"""The real DeepEP with several ranks, on one GPU or more. Skipped where there is no GPU or no ``deep_ep``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu_cases
+import pytest
+from launch import Launch
+
+pytestmark = pytest.mark.gpu
+
+WORLDS = [("deepep_v2", 1), ("deepep_v2", 2), ("deepep_v2", 4), ("deepep_v1", 2)]
+
+
+def on_gpus(world: int, job: Any, *args: Any, timeout: float = 240.0) -> list[Any]:
+    """What ``job`` returned on each rank; shows the first rank's failure."""
+    outcomes = Launch.fresh(world, job, *args, init=False, timeout=timeout, env=gpu_cases.ENVIRONMENT)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.failure is not None:
+            pytest.fail(f"rank {rank}: {outcome.failure.type_name}: {outcome.failure.text}\n{outcome.failure.trace}")
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("backend", "world"), WORLDS, ids=lambda value: str(value))
+def test_equals_the_embedded_buffer(backend: str, world: int) -> None:
+    for rank, results in enumerate(on_gpus(world, gpu_cases.contract, backend)):
+        wrong = [case for case, right in results.items() if not right]
+        assert not wrong, f"rank {rank}: {wrong}"
+        assert len(results) > 50
+
+
+@pytest.mark.parametrize(("backend", "world"), WORLDS, ids=lambda value: str(value))
+def test_gradients_of_a_layer(backend: str, world: int) -> None:
+    for rank, results in enumerate(on_gpus(world, gpu_cases.gradients, backend)):
+        far = {case: value for case, value in results.items() if not value <= 1e-2}
+        assert not far, f"rank {rank}: {far}"
+        assert len(results) > 50
