@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .autograd import DispatchHandle
-from .buffers.layout import ExpertSlots
+from .buffers.layout import ExpertSlots, align_counts
 from .errors import InputError, MoEError
 from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, sum_over_experts
@@ -113,10 +113,8 @@ class FlexTokenDispatcher:
             raise self._named(error) from error
         slots, padded = None, handle.padded_tokens_per_expert
         if recv_idx is not None:
-            recv_x, recv_weights, slots = group_by_expert(
-                recv_x, recv_idx, recv_weights, self.num_local_experts, self.expert_alignment
-            )
-            padded = slots.aligned.cpu()
+            padded = align_counts(padded, self.expert_alignment)
+            recv_x, recv_weights, slots = group_by_expert(recv_x, recv_idx, recv_weights, padded, self.expert_alignment)
         return Dispatched(
             tokens=recv_x,
             weights=recv_weights,

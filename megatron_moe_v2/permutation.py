@@ -1,6 +1,7 @@
 """Rows of the token layout, grouped by local expert and back, with gradients.
 
-The expert layout needs none of this. Legend: n received tokens, K top-k, L local experts, H hidden, P grouped rows.
+The expert layout needs none of this. On CUDA tensors the work is done by the Triton kernels where Triton is installed.
+Legend: n received tokens, K top-k, L local experts, H hidden, P grouped rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["group_by_expert", "sum_over_experts"]
 
 
 def group_by_expert(
-    x: Tensor, local_idx: Tensor, weights: Tensor, num_local_experts: int, alignment: int = 1
+    x: Tensor, local_idx: Tensor, weights: Tensor, padded_tokens_per_expert: Tensor, alignment: int = 1
 ) -> tuple[Tensor, Tensor, layout.ExpertSlots]:
     """One row for each (token, local expert), grouped by expert, each group padded with zero rows.
 
@@ -25,54 +26,75 @@ def group_by_expert(
         x: ``[n, H]``.
         local_idx: int64 ``[n, K]``, local expert or -1.
         weights: ``[n, K]``.
+        padded_tokens_per_expert: int64 ``[L]`` on the CPU, counts rounded up to ``alignment``; sums to P.
 
     Returns:
         rows ``[P, H]``, their weights ``[P]`` (zero for padding), and the slots that :func:`sum_over_experts` takes.
     """
-    slots = layout.expert_slots(local_idx, num_local_experts, alignment)
-    position = layout.rows_of_slots(slots.slots, int(slots.aligned.sum()))
-    row = torch.where(position < 0, -1, position // max(local_idx.shape[1], 1))
-    grouped_weights = layout.pick(weights.reshape(-1), position)
-    return _Group.apply(x, row, slots.slots), grouped_weights, slots  # type: ignore[no-untyped-call]
+    num_slots = int(padded_tokens_per_expert.sum())
+    rows, grouped, *slots = _Group.apply(  # type: ignore[no-untyped-call]
+        x, weights, local_idx, len(padded_tokens_per_expert), alignment, num_slots
+    )
+    return rows, grouped, layout.ExpertSlots(*slots)
 
 
 def sum_over_experts(rows: Tensor, slots: layout.ExpertSlots) -> Tensor:
     """Sum each token's rows ``[P, H]`` into ``[n, H]``, in float32 with one rounding."""
-    return _Ungroup.apply(rows, slots.slots)  # type: ignore[no-untyped-call, no-any-return]
+    return _Ungroup.apply(rows, *slots)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _group(x: Tensor, row: Tensor) -> Tensor:
+def _spread(x: Tensor, slots: layout.ExpertSlots, num_slots: int) -> Tensor:
+    """Copy each row of ``x`` to its slots ``[num_slots, H]``; the gaps are zero."""
+    if kernels := layout.kernels_for(x):
+        return kernels.group(x, slots.slots, slots.counts, slots.aligned, num_slots)  # type: ignore[no-any-return]
+    position = layout.rows_of_slots(slots.slots, num_slots)
     if not len(x):
-        return x.new_zeros(len(row), x.shape[1])
-    grouped = layout.gather_rows(x, row.clamp_min(0))
-    padding = (row < 0).nonzero().squeeze(1)
-    return grouped.index_fill_(0, padding, 0) if len(padding) else grouped
+        return x.new_zeros(num_slots, x.shape[1])
+    spread = layout.gather_rows(x, position.clamp_min(0) // slots.slots.shape[1])
+    gaps = (position < 0).nonzero().squeeze(1)
+    return spread.index_fill_(0, gaps, 0) if len(gaps) else spread
 
 
 class _Group(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return _group(x.contiguous(), row)
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, local_idx: Tensor, num_local_experts: int, alignment: int, num_slots: int
+    ) -> tuple[Tensor, ...]:
+        x, weights = x.contiguous(), weights.contiguous()
+        if kernels := layout.kernels_for(x):
+            *numbered, grouped = kernels.slots(local_idx, num_local_experts, alignment, weights, num_slots)
+            slots = layout.ExpertSlots(*numbered)
+        else:
+            slots = layout.expert_slots(local_idx, num_local_experts, alignment)
+            grouped = layout.pick(weights.reshape(-1), layout.rows_of_slots(slots.slots, num_slots))
+        ctx.save_for_backward(slots.slots)
+        ctx.mark_non_differentiable(*slots)
+        return _spread(x, slots, num_slots), grouped, *slots
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
-        return layout.sum_rows(grad.contiguous(), slots), None, None  # x, row, slots
+        grad_x, grad_topk = layout.sum_rows(grad.contiguous(), slots), layout.pick(grad_weights, slots)
+        return (
+            grad_x,
+            grad_topk,
+            None,
+            None,
+            None,
+            None,
+        )  # x, weights, local_idx, num_local_experts, alignment, num_slots
 
 
 class _Ungroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_rows = len(rows)
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, counts: Tensor, aligned: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, counts, aligned)
+        ctx.num_slots = len(rows)
         return layout.sum_rows(rows.contiguous(), slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (slots,) = ctx.saved_tensors
-        position = layout.rows_of_slots(slots, ctx.num_rows)
-        row = torch.where(position < 0, -1, position // max(slots.shape[1], 1))
-        return _group(grad.contiguous(), row), None  # rows, slots
+        slots = layout.ExpertSlots(*ctx.saved_tensors)
+        return _spread(grad.contiguous(), slots, ctx.num_slots), None, None, None  # rows, slots, counts, aligned

@@ -6,7 +6,10 @@ number of (token, destination rank) pairs that this rank sends, P the number of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import importlib
+import importlib.util
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ __all__ = [
     "expert_slots",
     "gather_rows",
     "invert",
+    "kernels_for",
     "lanes",
     "owners",
     "pick",
@@ -27,6 +31,19 @@ __all__ = [
     "selections",
     "sum_rows",
 ]
+
+
+def kernels_for(tensor: Tensor) -> Any:
+    """The module of Triton kernels if they can run on ``tensor``, else None."""
+    return _kernels() if tensor.is_cuda else None
+
+
+@functools.cache
+def _kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(".kernels", __package__)
+
 
 _BLOCK = 128
 """Tokens summed at a time on the CPU, so that the accumulators stay in its second-level cache."""
@@ -187,6 +204,8 @@ def sum_rows(rows: Tensor, table: Tensor, *, bias: tuple[Tensor, ...] = (), out:
     """
     num_tokens, hidden = table.shape[0], rows.shape[1]
     out = rows.new_empty(num_tokens, hidden) if out is None else out
+    if not bias and (kernels := kernels_for(rows)):
+        return kernels.ungroup(rows, table, out)  # type: ignore[no-any-return]
     valid = table >= 0
     packed = table.gather(1, (~valid).to(torch.int8).argsort(dim=1, stable=True))
     count = valid.sum(1)

@@ -1,0 +1,90 @@
+"""Triton permutation against the plain forms: in Triton's interpreter on a CPU, on the device where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+triton = pytest.importorskip("triton")
+kernels = pytest.importorskip("megatron_moe_v2.buffers.kernels")
+layout = pytest.importorskip("megatron_moe_v2.buffers.layout")
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def _routing(rows: int, num_topk: int, num_local_experts: int, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(rows, 2 * num_local_experts, generator=draw).topk(num_topk).indices
+    return chosen.masked_fill(chosen >= num_local_experts, -1).to(DEVICE)
+
+
+def _sum(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The plain form, on the CPU, where ``layout`` does not hand over to the kernels."""
+    return layout.sum_rows(rows.cpu(), slots.cpu()).to(DEVICE)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize(("rows", "num_topk", "num_local_experts"), [(0, 2, 4), (1, 1, 1), (45, 4, 6), (300, 3, 5)])
+def test_slots_equal_the_plain_form(rows: int, num_topk: int, num_local_experts: int, alignment: int) -> None:
+    idx = _routing(rows, num_topk, num_local_experts, 1)
+    weights = torch.rand(rows, num_topk, device=DEVICE)
+    plain = layout.expert_slots(idx, num_local_experts, alignment)
+    num_slots = int(plain.aligned.sum())
+    numbered, counts, aligned, grouped = kernels.slots(idx, num_local_experts, alignment, weights, num_slots)
+    assert torch.equal(numbered.long(), plain.slots)
+    assert torch.equal(counts.long(), plain.counts)
+    assert torch.equal(aligned.long(), plain.aligned)
+    position = layout.rows_of_slots(plain.slots, num_slots)
+    assert torch.equal(grouped, layout.pick(weights.reshape(-1), position))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_group_and_ungroup_equal_the_plain_forms(alignment: int, dtype: torch.dtype) -> None:
+    idx = _routing(60, 4, 6, 2)
+    plain = layout.expert_slots(idx, 6, alignment)
+    num_slots = int(plain.aligned.sum())
+    numbered, counts, aligned, _ = kernels.slots(idx, 6, alignment, None, num_slots)
+    x = torch.randn(60, 72, device=DEVICE).to(dtype)
+    grouped = kernels.group(x, numbered, counts, aligned, num_slots)
+    position = layout.rows_of_slots(plain.slots, num_slots)
+    wanted = torch.where((position < 0)[:, None], 0, x[(position // 4).clamp_min(0)])
+    assert torch.equal(grouped, wanted)
+    rows = torch.randn(num_slots, 72, device=DEVICE).to(dtype)
+    summed, wanted = kernels.ungroup(rows, numbered, torch.empty_like(x)), _sum(rows, plain.slots)
+    # The interpreter cuts float32 to bfloat16 instead of rounding it.
+    torch.testing.assert_close(summed, wanted, rtol=2**-7 if dtype == torch.bfloat16 and not ON_GPU else 0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize(("rows", "hidden"), [(8192, 2048), (4096, 7168)])
+def test_bandwidth(rows: int, hidden: int) -> None:
+    """Copying rows to experts and summing them back reaches 70 % of what a plain copy moves."""
+    idx = torch.rand(rows, 128, device=DEVICE).topk(8).indices
+    x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+    num_slots = rows * 8
+    numbered, counts, aligned, _ = kernels.slots(idx, 128, 1, None, num_slots)
+    grouped = kernels.group(x, numbered, counts, aligned, num_slots)
+    target = torch.empty_like(grouped)
+    bytes_moved = (rows + num_slots) * hidden * 2
+
+    def milliseconds(function) -> float:  # type: ignore[no-untyped-def]
+        return float(triton.testing.do_bench(function, warmup=50, rep=200))
+
+    copy = 2 * grouped.numel() * 2 / milliseconds(lambda: target.copy_(grouped))
+    group = milliseconds(lambda: kernels.group(x, numbered, counts, aligned, num_slots))
+    ungroup = milliseconds(lambda: kernels.ungroup(grouped, numbered, x))
+    number = milliseconds(lambda: kernels.slots(idx, 128, 1, None, num_slots))
+    print(
+        f"{rows} x {hidden}: copy {copy / 1e6:.0f} GB/s, slots {number:.3f} ms, group {group:.3f} ms "
+        f"{bytes_moved / group / 1e6:.0f} GB/s, ungroup {ungroup:.3f} ms {bytes_moved / ungroup / 1e6:.0f} GB/s"
+    )
+    assert bytes_moved / group > 0.7 * copy
+    assert bytes_moved / ungroup > 0.7 * copy
