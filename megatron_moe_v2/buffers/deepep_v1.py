@@ -151,6 +151,7 @@ class LegacyElasticBuffer:
             alignment=alignment,
             ceiling=ceiling,
             do_expand=do_expand,
+            arrived=not asynchronous,
         )
         if not do_expand:
             return recv_x, recv_idx, recv_weights, made, event
@@ -194,8 +195,9 @@ class LegacyElasticBuffer:
         alignment: int,
         ceiling: int,
         do_expand: bool,
+        arrived: bool,
     ) -> LegacyHandle:
-        """Without ``slots`` nothing here reads what was received, which may not have arrived yet."""
+        """Unless ``arrived``, nothing here reads what was received, and the handle does not say where rows came from."""
         num_rows, num_topk, device = len(recv_idx), topk_idx.shape[1], recv_idx.device
         metadata = torch.full((num_rows, num_topk + 2), -1, dtype=torch.int32, device=device)
         received = torch.tensor([num_rows], dtype=torch.int32, device=device)
@@ -207,10 +209,10 @@ class LegacyElasticBuffer:
             if do_expand:
                 metadata[:, 2:] = slots.slots
                 ends = ends - slots.aligned + exact
-            if len(parts) == 6:  # within a node V1 says where each row came from
-                received = parts[0][:, self.rank_idx]
-                source = torch.bucketize(torch.arange(num_rows, device=device), received, right=True)
-                metadata[:, 0] = source * ceiling + parts[3]
+        if arrived and len(parts) == 6:  # V1 tells only within a node
+            received = parts[0][:, self.rank_idx].contiguous()
+            source = torch.bucketize(torch.arange(num_rows, device=device), received, right=True)
+            metadata[:, 0] = source * ceiling + parts[3]
         handle = LegacyHandle(
             do_expand=do_expand,
             num_experts=num_experts,
