@@ -24,19 +24,23 @@ def poison(tensor: Tensor) -> None:
 
 
 class Adversary:
-    """Draws legal orders from a seed and the rank."""
+    """Draws legal orders from a seed and the rank; a deterministic buffer has one legal order only."""
 
-    def __init__(self, seed: int, rank: int) -> None:
+    def __init__(self, seed: int, rank: int, *, deterministic: bool = False) -> None:
         self._draw = torch.Generator().manual_seed(seed * 1000003 + rank)
+        self._deterministic = deterministic
 
     def receive_order(self, rows_in: list[int], device: torch.device) -> Tensor:
         """int64 ``[n]``: which arrived row stands at each place; sources stay in ascending segments."""
         parts, start = [torch.empty(0, dtype=torch.int64)], 0
         for rows in rows_in:
-            parts.append(start + torch.randperm(rows, generator=self._draw))
+            parts.append(start + self._permutation(rows))
             start += rows
         return torch.cat(parts).to(device)
 
     def slot_order(self, num_selections: int, device: torch.device) -> Tensor:
         """int64 ``[n * K]``: order in which selections take the slots of their expert."""
-        return torch.randperm(num_selections, generator=self._draw).to(device)
+        return self._permutation(num_selections).to(device)
+
+    def _permutation(self, length: int) -> Tensor:
+        return torch.arange(length) if self._deterministic else torch.randperm(length, generator=self._draw)

@@ -54,12 +54,13 @@ class DispatchRequest:
 
     def describe(self, row_bytes: int) -> str:
         """What all ranks must agree on, in words."""
+        scales = f"{self.scales.shape[1]} scales of {self.scales.dtype}, " if self.scales is not None else ""
         kind = "dispatch" if self.handle is None else f"cached dispatch of dispatch {self.handle.origin[1]}"
         return (
             f"{kind} of {str(self.x.dtype).removeprefix('torch.')} hidden {self.x.shape[1]}, "
             f"top-{self.topk_idx.shape[1]} of {self.num_experts} experts, ceiling {self.num_max_tokens_per_rank}, "
             f"{'expert' if self.do_expand else 'token'} layout, alignment {self.expert_alignment}, "
-            f"{'with' if self.weights is not None else 'no'} weights, {row_bytes} bytes a row"
+            f"{scales}{'with' if self.weights is not None else 'no'} weights, {row_bytes} bytes a row"
         )
 
 
@@ -159,7 +160,9 @@ def _check_size(buffer: _Buffer, num_max_tokens_per_rank: int, hidden: int, num_
         )
 
 
-def _check_owner(handle: EPHandle, number: int) -> None:
+def _check_owner(handle: Any, number: int) -> None:
+    if not isinstance(handle, EPHandle):
+        raise HandleError("handle", got=type(handle).__name__, expected="the EPHandle of a dispatch")
     if handle.origin[0] != number:
         raise HandleError("the handle is another buffer's", fix="Use the buffer that dispatched.")
 
@@ -185,7 +188,12 @@ def check_dispatch(
     do_zero_padding: bool,
 ) -> DispatchRequest:
     """Resolve a dispatch's arguments for the embedded buffer with number ``number``, or raise."""
-    x, scales = x if isinstance(x, tuple) else (x, None)
+    if isinstance(x, tuple):
+        if len(x) != 2 or not isinstance(x[1], Tensor):
+            raise InputError("x", got=f"a tuple of {len(x)}", expected="a tensor, or a pair of tokens and scales")
+        x, scales = x
+    else:
+        scales = None
     _check_matrix("x", x)
     _check_events(previous_event, allocate_on_comm_stream)
     _check_resources(buffer, num_sms, num_qps)
@@ -217,10 +225,14 @@ def check_dispatch(
         raise InputError("largest topk_idx", got=int(topk_idx.max()), expected=f"less than {num_experts} experts")
     if topk_weights is not None:
         _check_weights(topk_weights, x.dtype, tuple(topk_idx.shape))
-    if stats is not None and (stats.dtype != torch.int32 or stats.shape != (num_experts // buffer.num_ranks,)):
-        raise InputError(
-            "cumulative_local_expert_recv_stats", got=_shape(stats), expected="int32, one per local expert"
-        )
+    if stats is not None:
+        num_local_experts = num_experts // buffer.num_ranks
+        if stats.dtype != torch.int32 or stats.shape != (num_local_experts,) or not stats.is_contiguous():
+            raise InputError(
+                "cumulative_local_expert_recv_stats",
+                got=_shape(stats),
+                expected=f"contiguous [{num_local_experts}] torch.int32",
+            )
     check_rows(x.shape[0], ceiling)
     _check_size(buffer, ceiling, x.shape[1], topk_idx.shape[1])
     return DispatchRequest(
@@ -283,7 +295,8 @@ def check_combine(
     _check_events(previous_event, allocate_on_comm_stream)
     _check_resources(buffer, num_sms, num_qps)
     num_recv_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-    check_combine_rows(x.shape[0], handle)
+    last_slot = int(handle.psum_num_recv_tokens_per_expert[-1]) if num_recv_tokens else 0
+    check_combine_rows(x.shape[0], handle, last_slot)
     num_tokens, num_topk = handle.topk_idx.shape
     if topk_weights is not None:
         if handle.do_expand and not buffer.allow_multiple_reduction:
@@ -306,17 +319,13 @@ def check_combine(
     )
 
 
-def check_combine_rows(rows: int, handle: Any) -> None:
-    """Rows handed to combine against what the dispatch delivered; padding rows may be left out at the end."""
+def check_combine_rows(rows: int, handle: Any, last_slot: int) -> None:
+    """Rows handed to combine against what the dispatch delivered; in the expert layout up to ``last_slot``."""
     if not handle.do_expand:
         if rows != handle.recv_src_metadata.shape[0]:
             raise HandleError(
                 "rows of x in combine", got=rows, expected=f"the {handle.recv_src_metadata.shape[0]} received"
             )
         return
-    last = handle.num_expanded_tokens
-    if handle.num_recv_tokens_per_expert_list:
-        counts = handle.num_unaligned_recv_tokens_per_expert
-        last = int(handle.psum_num_recv_tokens_per_expert[-1]) if len(counts) and int(counts.sum()) else 0
-    if rows < last:
-        raise HandleError("rows of x in combine", got=rows, expected=f"at least the {last} slots of the dispatch")
+    if rows < last_slot:
+        raise HandleError("rows of x in combine", got=rows, expected=f"at least the {last_slot} slots of the dispatch")

@@ -197,7 +197,7 @@ class LegacyElasticBuffer:
         do_expand: bool,
         arrived: bool,
     ) -> LegacyHandle:
-        """Unless ``arrived``, nothing here reads what was received, and the handle does not say where rows came from."""
+        """Unless ``arrived``, nothing received is read here, and the handle does not tell where rows came from."""
         num_rows, num_topk, device = len(recv_idx), topk_idx.shape[1], recv_idx.device
         metadata = torch.full((num_rows, num_topk + 2), -1, dtype=torch.int32, device=device)
         received = torch.tensor([num_rows], dtype=torch.int32, device=device)
@@ -257,7 +257,7 @@ class LegacyElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``, without bias. Collective over the group."""
         self._check_tokens(x)
-        check_combine_rows(x.shape[0], handle)
+        check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         ours = handle.do_expand or topk_weights is not None
         if handle.do_expand:
             slots = handle.recv_src_metadata[:, 2:].long()

@@ -144,7 +144,7 @@ class GuardedElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``. Collective over the group."""
         self._check_tokens(x, False)
-        check_combine_rows(x.shape[0], handle)
+        check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
         combined, weights, event = self._call(self.raw.combine, _pad(x), handle, topk_weights=topk_weights, **arguments)

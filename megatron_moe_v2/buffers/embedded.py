@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import BufferClosedError, InputError, MoEError
+from ..errors import BufferClosedError, InputError
 from . import checks, layout, rows
 from .adversary import Adversary
 from .contract import BuiltBuffer, EPHandle, EventHandle, EventOverlap, buffer_bytes
@@ -97,7 +97,9 @@ class EmbeddedElasticBuffer:
         self.runtime: Exchange | None = Exchange(group)
         self._number = next(_numbers)
         self._dispatches = itertools.count()
-        self._adversary = Adversary(adversary, self.rank_idx) if adversary is not None else None
+        self._adversary = (
+            None if adversary is None else Adversary(adversary, self.rank_idx, deterministic=deterministic)
+        )
 
     @staticmethod
     def get_buffer_size_hint(
@@ -211,7 +213,7 @@ class EmbeddedElasticBuffer:
             BufferClosedError: after :meth:`destroy`.
         """
         exchange = self._open("dispatch")
-        failure: MoEError | None = None
+        failure: Exception | None = None
         call, counts = "dispatch", [0] * self.num_ranks
         try:
             request = checks.check_dispatch(
@@ -237,7 +239,7 @@ class EmbeddedElasticBuffer:
             call = request.describe(wire.row_bytes)
             to = layout.destinations(request.topk_idx, request.num_experts, self.num_ranks)
             counts = to.counts.tolist()
-        except MoEError as error:
+        except Exception as error:  # whatever it is, the peers are waiting to hear of it
             failure = error
         counts_in = exchange.headers(call, counts, failure)
         arrived = wire.views(exchange.payload(rows.pack_tokens(exchange, request, wire, to), counts, counts_in))
@@ -300,7 +302,7 @@ class EmbeddedElasticBuffer:
             BufferClosedError: after :meth:`destroy`.
         """
         exchange = self._open("combine")
-        failure: MoEError | None = None
+        failure: Exception | None = None
         call, counts = "combine", [0] * self.num_ranks
         try:
             request = checks.check_combine(
@@ -318,9 +320,10 @@ class EmbeddedElasticBuffer:
             call = request.describe(handle)
             order = self._arrival_order(handle, request.num_recv_tokens)
             sent, wire, counts = rows.pack_partials(exchange, request, handle, order)
-        except MoEError as error:
+        except Exception as error:  # whatever it is, the peers are waiting to hear of it
             failure = error
-        back = wire.views(exchange.payload(sent, counts, exchange.headers(call, counts, failure)))
+        counts_in = exchange.headers(call, counts, failure)
+        back = wire.views(exchange.payload(sent, counts, counts_in))
         num_tokens, num_topk = handle.topk_idx.shape
         awaited = layout.destinations if request.reduce_first else layout.selections
         to = awaited(handle.topk_idx, handle.num_experts, self.num_ranks)
