@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autograd import DispatchHandle
 from .buffers.layout import ExpertSlots, align_counts
+from .communication import DispatchHandle
 from .errors import InputError, MoEError
 from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, sum_over_experts

@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from .agreement import agree
-from .autograd import Call, DispatchHandle, FusedCombine, FusedDispatch
+from .autograd import FusedCombine, FusedDispatch
+from .communication import Call, DispatchHandle
 from .errors import BufferClosedError, HandleError, InputError, MoEError
-from .pool import Group, pool, resolve_group
+from .overlap import Pending, launch_pending_combine, launch_pending_dispatch
+from .pool import Group, PooledBuffer, pool, resolve_group
 from .probe import probe
 from .settings import agreement_timeout
 
@@ -36,24 +38,26 @@ HAVE_DEEP_EP_V2: bool = probe().have_v2
 MEGATRON_DEFAULT_NUM_SMS = 20
 """What megatron-core passes to :func:`set_deepep_num_sms` from every layer when its user set nothing."""
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+Delivered = tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]
 
 
-def _eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def _eager(function: _F) -> _F:
     """A graph break around ``function`` under ``torch.compile``, which is imported at the first call, not before."""
 
     @functools.cache
-    def disabled() -> Callable[_P, _R]:
-        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    def disabled() -> Any:
+        return torch.compiler.disable(function)
 
     @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return disabled()(*args, **kwargs)
 
-    return call
+    return cast(_F, call)
 
 
+@overload
 def fused_dispatch(
     x: Tensor,
     token_indices: Tensor,
@@ -66,7 +70,42 @@ def fused_dispatch(
     layout: Layout = "token",
     expert_alignment: int = 1,
     num_max_tokens_per_rank: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]:
+    wait: Literal[True] = True,
+) -> Delivered: ...
+
+
+@overload
+def fused_dispatch(
+    x: Tensor,
+    token_indices: Tensor,
+    token_probs: Tensor,
+    num_experts: int,
+    group: Group,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+    *,
+    layout: Layout = "token",
+    expert_alignment: int = 1,
+    num_max_tokens_per_rank: int | None = None,
+    wait: Literal[False],
+) -> Pending[Delivered]: ...
+
+
+@_eager
+def fused_dispatch(
+    x: Tensor,
+    token_indices: Tensor,
+    token_probs: Tensor,
+    num_experts: int,
+    group: Group,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+    *,
+    layout: Layout = "token",
+    expert_alignment: int = 1,
+    num_max_tokens_per_rank: int | None = None,
+    wait: bool = True,
+) -> Delivered | Pending[Delivered]:
     """Send each token to the ranks of its experts. Collective over the group.
 
     Args:
@@ -80,6 +119,7 @@ def fused_dispatch(
             by expert: nothing is left to permute.
         expert_alignment: pad each expert's rows to a multiple of this, with zeros (expert layout only).
         num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several.
+        wait: False returns at once, with a :class:`Pending` whose ``wait()`` returns the rest.
 
     Returns:
         ``(recv_x, recv_indices, recv_probs, tokens_per_expert, handle)``.
@@ -112,17 +152,47 @@ def fused_dispatch(
         allocate_on_comm_stream=allocate_on_comm_stream,
     )
     if entry.check:
+        _refuse_dropped(entry)
         _compare("dispatch", call, x, token_probs, experts=_index_error(token_indices, num_experts))
+    if not wait:
+        return launch_pending_dispatch(replace(call, async_finish=True), x, token_indices, token_probs)
     return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-untyped-call, no-any-return]
 
 
+@overload
 def fused_combine(
     x: Tensor,
     group: Group,
     handle: DispatchHandle,
     async_finish: bool = False,
     allocate_on_comm_stream: bool = False,
-) -> tuple[Tensor, None]:
+    *,
+    wait: Literal[True] = True,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def fused_combine(
+    x: Tensor,
+    group: Group,
+    handle: DispatchHandle,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+    *,
+    wait: Literal[False],
+) -> Pending[tuple[Tensor, None]]: ...
+
+
+@_eager
+def fused_combine(
+    x: Tensor,
+    group: Group,
+    handle: DispatchHandle,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+    *,
+    wait: bool = True,
+) -> tuple[Tensor, None] | Pending[tuple[Tensor, None]]:
     """Bring rows back to their tokens and sum them. Collective over the group.
 
     The result is complete over the group: no all-reduce may follow. Weights are not applied here; multiply the rows by
@@ -132,6 +202,7 @@ def fused_combine(
         x: ``[n, H]`` or ``[A, H]``, as the dispatch delivered; padding rows are ignored.
         group: the dispatch's.
         handle: what the dispatch returned; it may be combined more than once.
+        wait: False returns at once, with a :class:`Pending` whose ``wait()`` returns the rest.
 
     Returns:
         ``([T, H], None)``; float32 sums, rounded once on each side.
@@ -149,7 +220,10 @@ def fused_combine(
         pool.fail(group, "combine", error)
     call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
     if call.entry.check:
+        _refuse_dropped(call.entry)
         _compare("combine", call, x)
+    if not wait:
+        return launch_pending_combine(replace(call, async_finish=True), x, handle)
     return FusedCombine.apply(x, handle, call), None  # type: ignore[no-untyped-call]
 
 
@@ -222,6 +296,12 @@ def _index_error(idx: Tensor, num_experts: int) -> MoEError | None:
     return None
 
 
+def _refuse_dropped(entry: PooledBuffer) -> None:
+    dropped, entry.dropped = entry.dropped, None
+    if dropped is not None:
+        raise InputError(f"an earlier {dropped} with wait=False was dropped", fix="Call wait() on what it returned.")
+
+
 def _compare(operation: str, call: Call, *tensors: Tensor, experts: MoEError | None = None) -> None:
     """What ``MCORE_DEEPEP_V2_CHECK=1`` adds: this call compared between all ranks. Collective over the group."""
     facts = {
@@ -233,7 +313,3 @@ def _compare(operation: str, call: Call, *tensors: Tensor, experts: MoEError | N
         "gradients": [torch.is_grad_enabled() and one.requires_grad for one in tensors],
     }
     agree(call.entry.group, operation, facts, timeout=agreement_timeout(), failure=experts)
-
-
-fused_dispatch = _eager(fused_dispatch)
-fused_combine = _eager(fused_combine)

@@ -88,6 +88,7 @@ class PooledBuffer:
     ) -> None:
         self.group, self.spec, self.backend, self.num_sms, self.check = group, spec, backend, num_sms, check
         self.broken = False
+        self.dropped: str | None = None
         self._built: BuiltBuffer | None = built
         self._estimates: dict[tuple[int, int], int] = {}
 

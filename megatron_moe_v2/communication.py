@@ -1,0 +1,174 @@
+"""Dispatch, combine and cached dispatch as the autograd functions launch them: the contract's arguments, once.
+
+Each launch returns an event beside its results; they may be read only after ``finish(event)``. Legend: T own tokens,
+H hidden, K top-k, L local experts, n received tokens, A rows of the expert layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .agreement import posted_failure
+from .errors import CommunicationError
+from .pool import PooledBuffer
+from .streams import launch_arguments, restored_on_error
+
+__all__ = [
+    "Call",
+    "DispatchHandle",
+    "Received",
+    "launch_cached_dispatch",
+    "launch_combine",
+    "launch_dispatch",
+    "like",
+    "or_zeros",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a dispatch and its combine are made with, beside tensors.
+
+    Attributes:
+        entry: the buffer.
+        num_experts: E, over all ranks.
+        expert_layout: rows grouped by expert instead of one per token.
+        expert_alignment: rows of each expert are padded to a multiple of this.
+        async_finish: the kernels run beside the host's next work until their result is waited for.
+        allocate_on_comm_stream: results belong to the communication stream.
+    """
+
+    entry: PooledBuffer
+    num_experts: int
+    expert_layout: bool
+    expert_alignment: int
+    async_finish: bool
+    allocate_on_comm_stream: bool
+
+    @property
+    def zero_padding(self) -> bool:
+        return self.expert_layout and self.expert_alignment > 1
+
+    def streams(self) -> dict[str, Any]:
+        return launch_arguments(
+            self.entry.buffer, async_finish=self.async_finish, allocate_on_comm_stream=self.allocate_on_comm_stream
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DispatchHandle:
+    """What a dispatch leaves for its combine. Self-contained: it outlives later dispatches.
+
+    Attributes:
+        call: how the dispatch was made.
+        ep_handle: the backend's own ``EPHandle``.
+        num_rows: rows that the combine takes: n, or A in the expert layout.
+        padded_tokens_per_expert: int64 ``[L]`` on the CPU, rows of each expert with padding, for a grouped GEMM.
+    """
+
+    call: Call
+    ep_handle: Any
+    num_rows: int
+    padded_tokens_per_expert: Tensor
+
+
+class Received(NamedTuple):
+    """What a dispatch delivers; as ``fused_dispatch`` returns it."""
+
+    x: Tensor
+    topk_idx: Tensor | None
+    topk_weights: Tensor
+    tokens_per_expert: Tensor
+    handle: DispatchHandle
+
+    def without_gradient(self) -> list[Tensor]:
+        """The tensors that autograd must not expect gradients for."""
+        return [one for one in (self.topk_idx, self.tokens_per_expert) if one is not None]
+
+
+@contextmanager
+def _communication(call: Call) -> Iterator[None]:
+    """Around a buffer call: no autocast inside, streams restored, and a failed collective remembered."""
+    with restored_on_error(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        try:
+            yield
+        except CommunicationError as error:
+            call.entry.broken = True
+            posted = posted_failure(call.entry.group)
+            raise posted or error from error
+
+
+def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Received, Any]:
+    """Tokens to the ranks of their experts. Collective over the group.
+
+    Args:
+        x: ``[T, H]``, any strides.
+        topk_idx: integer ``[T, K]``, global expert, negative for none.
+        topk_weights: floating ``[T, K]``, any dtype; travels as float32 (float64 with float64 tokens).
+    """
+    weights_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with _communication(call):
+        recv_x, recv_idx, recv_weights, ep_handle, event = call.entry.buffer.dispatch(
+            x.contiguous(),
+            topk_idx=topk_idx.long().contiguous(),
+            topk_weights=topk_weights.to(weights_dtype).contiguous(),
+            num_experts=call.num_experts,
+            num_max_tokens_per_rank=call.entry.spec.num_max_tokens_per_rank,
+            expert_alignment=call.expert_alignment,
+            num_sms=call.entry.num_sms_for(call.num_experts, topk_idx.shape[1]),
+            do_expand=call.expert_layout,
+            do_zero_padding=call.zero_padding,
+            **call.streams(),
+        )
+    assert recv_weights is not None
+    padded = torch.tensor(ep_handle.num_recv_tokens_per_expert_list, dtype=torch.int64)
+    counts = ep_handle.num_unaligned_recv_tokens_per_expert.clone() if call.zero_padding else padded.clone()
+    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_x.shape[0], padded_tokens_per_expert=padded)
+    return Received(recv_x, recv_idx, recv_weights, counts, handle), event
+
+
+def launch_combine(
+    call: Call, x: Tensor, ep_handle: Any, topk_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Rows back to their tokens, summed, and with them the weights, unsummed. Collective over the group."""
+    with _communication(call):
+        return call.entry.buffer.combine(
+            x.contiguous(), ep_handle, topk_weights=topk_weights, num_sms=ep_handle.num_sms, **call.streams()
+        )
+
+
+def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor, Any]:
+    """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group."""
+    with _communication(call):
+        recv_x, _, _, _, event = call.entry.buffer.dispatch(
+            x.contiguous(),
+            handle=ep_handle,
+            num_experts=ep_handle.num_experts,
+            num_max_tokens_per_rank=ep_handle.num_max_tokens_per_rank,
+            expert_alignment=ep_handle.expert_alignment,
+            num_sms=ep_handle.num_sms,
+            do_expand=ep_handle.do_expand,
+            do_zero_padding=call.zero_padding,
+            **call.streams(),
+        )
+    return recv_x, event
+
+
+Like = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def like(tensor: Tensor) -> Like:
+    """What zeros in a tensor's place need, without the tensor."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def or_zeros(grad: Tensor | None, wanted: Like) -> Tensor:
+    """The gradient as a contiguous tensor, zeros where there is none."""
+    shape, dtype, device = wanted
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype).contiguous()

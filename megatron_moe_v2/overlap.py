@@ -1,0 +1,176 @@
+"""Dispatch and combine in two halves, so that other work runs between launch and wait, in backward too.
+
+    pending = fused_dispatch(..., wait=False)
+    shared = shared_experts(x)                    # beside the transfer
+    recv_x, recv_indices, recv_probs, counts, handle = pending.wait()
+
+Each half is an autograd node. A *flight* carries what travels from one to the other; the graph connects them by an
+empty tensor alone, the ticket. In backward the wait's node launches the transfer of the gradients and the launch's node
+waits for it: what lies between them in the graph runs meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .buffers.contract import flatten_handle, rebuild_handle
+from .communication import (
+    Call,
+    DispatchHandle,
+    launch_cached_dispatch,
+    launch_combine,
+    launch_dispatch,
+    like,
+    or_zeros,
+)
+from .errors import InputError
+from .streams import finish
+
+__all__ = ["Pending", "launch_pending_combine", "launch_pending_dispatch"]
+
+_T = TypeVar("_T")
+
+
+class _Flight:
+    """What is on its way: taken once."""
+
+    def __init__(self) -> None:
+        self._cargo: Any = None
+        self._event: Any = None
+
+    def load(self, cargo: Any, event: Any) -> None:
+        self._cargo, self._event = cargo, event
+
+    def unload(self) -> Any:
+        """Wait for the transfer and hand over what it brought."""
+        cargo, self._cargo = self._cargo, None
+        event, self._event = self._event, None
+        finish(event)
+        return cargo
+
+
+class Pending(Generic[_T]):
+    """A launched dispatch or combine. ``wait()`` must be called, once, on every rank."""
+
+    def __init__(self, operation: str, call: Call, wait: Any, ticket: Tensor, flight: _Flight) -> None:
+        self._operation, self._call = operation, call
+        self._wait: Any = wait
+        self._ticket, self._flight = ticket, flight
+
+    def wait(self) -> _T:
+        """Let the current stream wait for the transfer and return its result.
+
+        Raises:
+            InputError: a second call.
+        """
+        if self._wait is None:
+            raise InputError(f"wait() of a {self._operation} that was waited for", expected="one call")
+        wait, self._wait = self._wait, None
+        result: _T = wait(self._ticket, self._flight)
+        return result
+
+    def __del__(self) -> None:
+        if self._wait is not None:
+            self._call.entry.dropped = self._operation
+
+
+class _DispatchLaunch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call, flight: _Flight) -> Tensor:
+        received, event = launch_dispatch(call, x, topk_idx, topk_weights)
+        flight.load((received, ctx.needs_input_grad[2]), event)
+        ctx.flight, ctx.weights_dtype = flight, topk_weights.dtype
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weights = ctx.flight.unload()
+        grad_weights = None if grad_weights is None else grad_weights.to(ctx.weights_dtype)
+        grad_x = grad_x if ctx.needs_input_grad[0] else None
+        return grad_x, None, grad_weights, None, None  # x, idx, weights, call, flight
+
+
+class _DispatchWait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> tuple[Any, ...]:
+        received, ctx.weights_travel = flight.unload()
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(one for one in (received.topk_idx, received.tokens_per_expert) if one is not None)
+        )
+        tensors, ctx.skeleton = flatten_handle(received.handle.ep_handle)
+        ctx.save_for_backward(*tensors)
+        ctx.flight, ctx.call = flight, received.handle.call
+        ctx.received, ctx.ticket = (like(received.x), like(received.topk_weights)), like(ticket)
+        return tuple(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
+    ) -> tuple[Tensor | None, ...]:
+        like_x, like_weights = ctx.received
+        *grads, event = launch_combine(
+            ctx.call,
+            or_zeros(grad_x, like_x),
+            rebuild_handle(ctx.skeleton, ctx.saved_tensors),
+            or_zeros(grad_weights, like_weights) if ctx.weights_travel else None,
+        )
+        ctx.flight.load(grads, event)
+        return or_zeros(None, ctx.ticket), None  # ticket, flight
+
+
+class _CombineLaunch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: DispatchHandle, call: Call, flight: _Flight) -> Tensor:
+        combined, _, event = launch_combine(call, x, handle.ep_handle)
+        flight.load((combined, handle, call), event)
+        ctx.flight = flight
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.flight.unload(), None, None, None  # x, handle, call, flight
+
+
+class _CombineWait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> Tensor:
+        combined, handle, ctx.call = flight.unload()
+        tensors, ctx.skeleton = flatten_handle(handle.ep_handle)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.flight, ctx.combined, ctx.ticket = flight, like(combined), like(ticket)
+        return combined  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
+        grad_x, event = launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)
+        ctx.flight.load(grad_x, event)
+        return or_zeros(None, ctx.ticket), None  # ticket, flight
+
+
+def launch_pending_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Pending[Any]:
+    """Launch a dispatch; its ``wait()`` returns what ``FusedDispatch`` does. Collective over the group."""
+    flight = _Flight()
+    ticket = _DispatchLaunch.apply(x, topk_idx, topk_weights, call, flight)  # type: ignore[no-untyped-call]
+    return Pending("dispatch", call, _DispatchWait.apply, ticket, flight)
+
+
+def launch_pending_combine(call: Call, x: Tensor, handle: DispatchHandle) -> Pending[Any]:
+    """Launch a combine; its ``wait()`` returns ``(combined, None)``. Collective over the group."""
+    flight = _Flight()
+    ticket = _CombineLaunch.apply(x, handle, call, flight)  # type: ignore[no-untyped-call]
+
+    def wait(ticket: Tensor, flight: _Flight) -> tuple[Tensor, None]:
+        return _CombineWait.apply(ticket, flight), None  # type: ignore[no-untyped-call]
+
+    return Pending("combine", call, wait, ticket, flight)
