@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         SettingsError,
     )
     from .fused_a2a import HAVE_DEEP_EP, HAVE_DEEP_EP_V2, fused_combine, fused_dispatch, set_deepep_num_sms
-    from .pool import BufferSpec, close_buffers, prepare_buffer
+    from .pool import BufferSpec, close_buffers
+    from .prepare import prepare_buffer
     from .settings import Settings
 
 __version__ = "0.1.0"
@@ -99,7 +100,7 @@ _MODULES = {
     "close_buffers": "pool",
     "fused_combine": "fused_a2a",
     "fused_dispatch": "fused_a2a",
-    "prepare_buffer": "pool",
+    "prepare_buffer": "prepare",
     "set_deepep_num_sms": "fused_a2a",
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .agreement import posted_failure
 from .errors import CommunicationError
+from .heartbeat import heartbeat
 from .pool import PooledBuffer
 from .streams import launch_arguments, restored_on_error
 
@@ -93,14 +94,17 @@ class Received(NamedTuple):
 
 
 @contextmanager
-def _communication(call: Call) -> Iterator[None]:
-    """Around a buffer call: no autocast inside, streams restored, and a failed collective remembered."""
+def _communication(call: Call, operation: str, x: Tensor) -> Iterator[None]:
+    """Around a buffer call: no autocast inside, streams restored, and a failed collective explained and remembered."""
+    heartbeat.note(operation, x.shape)
     with restored_on_error(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         try:
             yield
         except CommunicationError as error:
             call.entry.broken = True
             posted = posted_failure(call.entry.group)
+            if posted is None and call.entry.backend.name != "embedded":
+                posted = CommunicationError(f"{error}\n{heartbeat.report(call.entry.group)}")
             raise posted or error from error
 
 
@@ -113,7 +117,7 @@ def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         topk_weights: floating ``[T, K]``, any dtype; travels as float32 (float64 with float64 tokens).
     """
     weights_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with _communication(call):
+    with _communication(call, "dispatch", x):
         recv_x, recv_idx, recv_weights, ep_handle, event = call.entry.buffer.dispatch(
             x.contiguous(),
             topk_idx=topk_idx.long().contiguous(),
@@ -121,7 +125,7 @@ def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
             num_experts=call.num_experts,
             num_max_tokens_per_rank=call.entry.spec.num_max_tokens_per_rank,
             expert_alignment=call.expert_alignment,
-            num_sms=call.entry.num_sms_for(call.num_experts, topk_idx.shape[1]),
+            num_sms=call.entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout),
             do_expand=call.expert_layout,
             do_zero_padding=call.zero_padding,
             **call.streams(),
@@ -137,15 +141,19 @@ def launch_combine(
     call: Call, x: Tensor, ep_handle: Any, topk_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Any]:
     """Rows back to their tokens, summed, and with them the weights, unsummed. Collective over the group."""
-    with _communication(call):
+    with _communication(call, "combine", x):
         return call.entry.buffer.combine(
-            x.contiguous(), ep_handle, topk_weights=topk_weights, num_sms=ep_handle.num_sms, **call.streams()
+            x.contiguous(),
+            ep_handle,
+            topk_weights=topk_weights,
+            num_sms=call.entry.combine_num_sms(ep_handle),
+            **call.streams(),
         )
 
 
 def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor, Any]:
     """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group."""
-    with _communication(call):
+    with _communication(call, "cached dispatch", x):
         recv_x, _, _, _, event = call.entry.buffer.dispatch(
             x.contiguous(),
             handle=ep_handle,

@@ -21,10 +21,11 @@ from .agreement import agree, is_registered, post_failure
 from .buffers import Backend, choose, constructor_of
 from .buffers.contract import BuiltBuffer, ElasticBufferLike, buffer_bytes
 from .errors import BackendError, BufferClosedError, CaptureError, InputError, MoEError
+from .heartbeat import heartbeat
 from .probe import probe
-from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
+from .settings import TUNE, VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
 
-__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "pool", "prepare_buffer", "resolve_group"]
+__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "on_cuda", "pool", "resolve_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,11 @@ class PooledBuffer:
         num_sms: int,
         check: bool,
     ) -> None:
-        self.group, self.spec, self.backend, self.num_sms, self.check = group, spec, backend, num_sms, check
+        self.group, self.spec, self.backend, self.wished_num_sms, self.check = group, spec, backend, num_sms, check
         self.broken = False
         self.dropped: str | None = None
         self._built: BuiltBuffer | None = built
+        self.tuned: dict[bool, tuple[int, int]] = {}
         self._estimates: dict[tuple[int, int], int] = {}
 
     @property
@@ -116,14 +118,18 @@ class PooledBuffer:
         post_failure(self.group, operation, error)
         raise error
 
-    def num_sms_for(self, num_experts: int, num_topk: int) -> int:
+    def num_sms_for(self, num_experts: int, num_topk: int, expert_layout: bool) -> int:
         """SM count of a dispatch. Collective over the group at the first call for these numbers, on DeepEP V2.
 
-        What was asked for goes first, then DeepEP's estimate. The estimate comes from what each host's tools print,
-        so rank 0's serves all; where it fails, a stated number takes its place.
+        What was asked for goes first, then what tuning found, then DeepEP's estimate. The estimate comes from what each
+        host's tools print, so rank 0's serves all; where it fails, a stated number takes its place.
         """
-        if self.num_sms or self.backend.name != "deepep_v2":
-            return self.num_sms
+        if self.backend.name != "deepep_v2":
+            return max(self.wished_num_sms, 0)
+        if self.wished_num_sms > 0:
+            return self.wished_num_sms
+        if expert_layout in self.tuned:
+            return self.tuned[expert_layout][0]
         known = self._estimates.get((num_experts, num_topk))
         if known is None:
             estimate: Callable[[int, int], int] = self.buffer.get_theoretical_num_sms  # type: ignore[attr-defined]
@@ -136,6 +142,12 @@ class PooledBuffer:
             decided = agree(self.group, "SM count", facts, timeout=agreement_timeout(), decide={"num_sms": proposal})
             known = self._estimates[num_experts, num_topk] = int(decided["num_sms"])
         return known
+
+    def combine_num_sms(self, ep_handle: Any) -> int:
+        """SM count of a combine: what tuning found for it, else the dispatch's. Hybrid topologies bind it to that."""
+        if self.wished_num_sms == TUNE and ep_handle.token_metadata_at_forward is None:
+            return int(self.tuned.get(ep_handle.do_expand, (0, ep_handle.num_sms))[1])
+        return int(ep_handle.num_sms)
 
     def describe(self) -> str:
         """One line: class, module and file, sizes, and the reason of the choice."""
@@ -295,6 +307,8 @@ class BufferPool:
             raise
         assert entry is not None
         self.constructions += 1
+        if backend.name != "embedded" and group.size() > 1:
+            heartbeat.start()
         self._entries[group, spec] = entry
         if self.pinned is None:
             self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
@@ -357,38 +371,6 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
 
 pool = BufferPool()
 """The pool of this process."""
-
-
-def prepare_buffer(
-    group: Group = None,
-    *,
-    hidden: int,
-    num_topk: int | None = None,
-    num_max_tokens_per_rank: int | None = None,
-    num_sms: int = 0,
-) -> PooledBuffer:
-    """Build the buffer before step 0, or return the one there is. Collective over the group.
-
-    Args:
-        group: process group, one-dimensional ``DeviceMesh``, or None for the default group.
-        hidden: H, elements of a token row.
-        num_topk: K; None sizes for DeepEP's largest, 32, and serves every later top-k.
-        num_max_tokens_per_rank: M, rows that a rank may dispatch in one call; default from the environment.
-        num_sms: streaming multiprocessors for communication; 0 is automatic.
-
-    Raises:
-        SettingsError, BackendError, InputError: on every rank, if anything is wrong on any.
-        RankMismatchError: ranks ask for different buffers; the message is a table.
-        MissingRankError: a rank did not come in time.
-        CaptureError: inside a CUDA graph capture.
-    """
-    return pool.obtain(
-        resolve_group(group),
-        hidden=hidden,
-        num_topk=num_topk,
-        num_max_tokens_per_rank=num_max_tokens_per_rank,
-        num_sms=num_sms,
-    )
 
 
 def close_buffers(group: Group = None, *, abort: bool = False) -> None:

@@ -18,6 +18,7 @@ from .errors import SettingsError
 
 __all__ = [
     "PREFIX",
+    "TUNE",
     "VARIABLES",
     "Settings",
     "Variable",
@@ -47,7 +48,8 @@ class Settings:
         max_tokens_per_rank: the per-rank token ceiling, rows of ``x`` in one call.
         hidden: least hidden size that a buffer is sized for; 0 takes the model's own.
         num_topk: least top-k that a buffer is sized for; 0 takes the model's own.
-        num_sms: streaming multiprocessors that communication may use; 0 is automatic.
+        num_sms: streaming multiprocessors that communication may use; 0 is automatic, -1 (``tune``) lets
+            warm-up choose.
         deterministic: ask DeepEP V2 for a fixed receive order (the embedded buffer always has one).
         check: check indices and compare every call between ranks; slow, for debugging.
         num_qps: queue pairs of DeepEP V2; 0 leaves the number to DeepEP.
@@ -75,7 +77,7 @@ class Settings:
         for field, options in (("backend", BACKENDS), ("mode", MODES)):
             if getattr(self, field) not in options:
                 raise SettingsError(field, got=repr(getattr(self, field)), expected=", ".join(options))
-        for field, least in (("max_tokens_per_rank", 1), ("hidden", 0), ("num_topk", 0), ("num_sms", 0)):
+        for field, least in (("max_tokens_per_rank", 1), ("hidden", 0), ("num_topk", 0), ("num_sms", TUNE)):
             if getattr(self, field) < least:
                 raise SettingsError(field, got=getattr(self, field), expected=f"an integer from {least}")
 
@@ -116,6 +118,14 @@ def _number(kind: type, least: float) -> Callable[[str], Any]:
     return parse
 
 
+TUNE = -1
+"""Value of ``num_sms`` for the word ``tune``: let warm-up time a few SM counts."""
+
+
+def _num_sms(text: str) -> int:
+    return TUNE if text == "tune" else int(_number(int, 0)(text))
+
+
 def _flag(text: str) -> bool:
     return {"0": False, "1": True}[text]
 
@@ -128,7 +138,7 @@ VARIABLES = (
     ),
     Variable(suffix="HIDDEN", field="hidden", parse=_number(int, 0), allowed="an integer from 0"),
     Variable(suffix="NUM_TOPK", field="num_topk", parse=_number(int, 0), allowed="an integer from 0"),
-    Variable(suffix="NUM_SMS", field="num_sms", parse=_number(int, 0), allowed="an integer from 0"),
+    Variable(suffix="NUM_SMS", field="num_sms", parse=_num_sms, allowed="an integer from 0, or tune"),
     Variable(suffix="DETERMINISTIC", field="deterministic", parse=_flag, allowed="0 or 1"),
     Variable(suffix="CHECK", field="check", parse=_flag, allowed="0 or 1"),
     Variable(suffix="NUM_QPS", field="num_qps", parse=_number(int, 0), allowed="an integer from 0"),

@@ -195,6 +195,12 @@ class GuardedElasticBuffer:
                     got=text.splitlines()[0],
                     fix="Look for the first error in the other ranks' logs.",
                 ) from error
+            if "CUDA error" in text:
+                raise CommunicationError(
+                    f"the CUDA context of rank {self.raw.rank_idx} is lost",
+                    got=text.splitlines()[0],
+                    fix="A kernel waited longer than the GPU time-out, or failed; this process can only end.",
+                ) from error
             if "assert" in text.lower():
                 raise BackendError(f"DeepEP refused the call: {text.splitlines()[0]}") from error
             raise

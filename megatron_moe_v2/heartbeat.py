@@ -1,0 +1,99 @@
+"""Who is alive and where: every rank leaves a word in the store each second, so that any rank can name the silent one.
+
+DeepEP's time-outs say that somebody is late, not who. A daemon thread posts this rank's host, operation number and last
+shape over a connection of its own; nothing is posted in the step itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Heartbeat", "heartbeat"]
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECS = 1.0
+
+
+class Heartbeat:
+    """The heartbeat of this process. ``note()`` is all that a step pays."""
+
+    def __init__(self) -> None:
+        self._operation: tuple[int, str, tuple[int, ...]] = (0, "nothing", ())
+        self._thread: threading.Thread | None = None
+
+    def note(self, operation: str, shape: tuple[int, ...]) -> None:
+        """An operation is about to be launched."""
+        self._operation = (self._operation[0] + 1, operation, shape)
+
+    def start(self) -> None:
+        """Begin to post; a second call does nothing. Needs the default process group."""
+        if self._thread is None or not self._thread.is_alive():
+            store, rank = _store(), dist.get_rank()
+            self._thread = threading.Thread(target=self._post, args=(store, rank), name="moe-heartbeat", daemon=True)
+            self._thread.start()
+
+    def _post(self, store: Any, rank: int) -> None:
+        own = {"host": socket.gethostname(), "pid": os.getpid()}
+        beat = 0
+        while dist.is_initialized():
+            beat += 1
+            number, operation, shape = self._operation
+            word = {**own, "beat": beat, "number": number, "operation": operation, "shape": list(shape)}
+            try:
+                store.set(_key(rank), json.dumps(word))
+            except RuntimeError as error:  # the store ended before this process: others will say why
+                logger.debug("heartbeat ends: %s", error)
+                return
+            time.sleep(PERIOD_SECS)
+
+    def report(self, group: dist.ProcessGroup) -> str:
+        """One line a rank: what it did last, and whether it is still heard of. Takes two periods. Never raises."""
+        try:
+            store, ranks = _store(), dist.get_process_group_ranks(group)
+            before = {rank: _word(store, rank) for rank in ranks}
+            time.sleep(2 * PERIOD_SECS)
+            after = {rank: _word(store, rank) for rank in ranks}
+        except (RuntimeError, ValueError, KeyError) as error:
+            return f"no heartbeat could be read: {error}"
+        lines = []
+        for rank, word in after.items():
+            if word is None:
+                lines.append(f"  rank {rank}: never heard of")
+                continue
+            was = before[rank]
+            silent = was is not None and was["beat"] == word["beat"]
+            state = "SILENT" if silent else "alive"
+            lines.append(
+                f"  rank {rank}: {state}, {word['host']} pid {word['pid']}, operation {word['number']}: "
+                f"{word['operation']} of {word['shape']}"
+            )
+        return "\n".join(lines)
+
+
+def _store() -> Any:
+    store: Any = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+    try:
+        return store.clone()
+    except RuntimeError:  # kinds of store without connections of their own
+        return store
+
+
+def _key(rank: int) -> str:
+    return f"megatron_moe_v2/heartbeat/{rank}"
+
+
+def _word(store: Any, rank: int) -> Any:
+    return json.loads(store.get(_key(rank))) if store.check([_key(rank)]) else None
+
+
+heartbeat = Heartbeat()
+"""The heartbeat of this process; runs once a DeepEP buffer of several ranks was built."""
