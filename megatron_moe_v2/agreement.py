@@ -90,15 +90,18 @@ def agree(
     raise _KINDS[verdict["kind"]](verdict["text"])
 
 
-def post_failure(group: dist.ProcessGroup, operation: str, error: Exception) -> None:
-    """Leave word in the store that this rank's call failed, for ranks that will wait for it in vain. Not collective."""
+def post_failure(group: dist.ProcessGroup, number: int, error: Exception) -> None:
+    """Leave word in the store that this rank's operation ``number`` failed. Not collective.
+
+    It is for ranks that will wait for it in vain, see :func:`posted_failure`.
+    """
     if group.size() > 1:
-        report = {"rank": dist.get_rank(), "operation": operation, "error": to_wire(error)}
+        report = {"rank": dist.get_rank(), "number": number, "error": to_wire(error)}
         dist.distributed_c10d._get_default_store().set(_failure_key(group), json.dumps(report))
 
 
-def posted_failure(group: dist.ProcessGroup) -> MoEError | None:
-    """Another rank's posted failure as an error of its type, or None. Never raises."""
+def posted_failure(group: dist.ProcessGroup, number: int) -> MoEError | None:
+    """Another rank's posted failure from operation ``number`` on, as an error of its type, or None. Never raises."""
     try:
         store = dist.distributed_c10d._get_default_store()
         if group.size() == 1 or not store.check([_failure_key(group)]):
@@ -106,7 +109,7 @@ def posted_failure(group: dist.ProcessGroup) -> MoEError | None:
         report = json.loads(store.get(_failure_key(group)))
     except RuntimeError:
         return None
-    if report["rank"] == dist.get_rank():
+    if report["rank"] == dist.get_rank() or report["number"] < number:
         return None
     return from_wire(report["error"], report["rank"])
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .agreement import posted_failure
-from .errors import CommunicationError
+from .agreement import post_failure, posted_failure
+from .errors import CommunicationError, MoEError
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
 from .streams import launch_arguments, restored_on_error
@@ -102,10 +102,14 @@ def _communication(call: Call, operation: str, x: Tensor) -> Iterator[None]:
             yield
         except CommunicationError as error:
             call.entry.broken = True
-            posted = posted_failure(call.entry.group)
+            posted = posted_failure(call.entry.group, heartbeat.number - 1)
             if posted is None and call.entry.backend.name != "embedded":
                 posted = CommunicationError(f"{error}\n{heartbeat.report(call.entry.group)}")
             raise posted or error from error
+        except MoEError as error:
+            if call.entry.backend.name != "embedded":
+                post_failure(call.entry.group, heartbeat.number, error)
+            raise
 
 
 def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Received, Any]:

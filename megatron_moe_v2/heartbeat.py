@@ -30,6 +30,11 @@ class Heartbeat:
         self._operation: tuple[int, str, tuple[int, ...]] = (0, "nothing", ())
         self._thread: threading.Thread | None = None
 
+    @property
+    def number(self) -> int:
+        """Operations launched so far."""
+        return self._operation[0]
+
     def note(self, operation: str, shape: tuple[int, ...]) -> None:
         """An operation is about to be launched."""
         self._operation = (self._operation[0] + 1, operation, shape)

@@ -115,7 +115,7 @@ class PooledBuffer:
             raise error
         if self._built.report_failure is not None:
             self._built.report_failure(operation, error)
-        post_failure(self.group, operation, error)
+        post_failure(self.group, heartbeat.number, error)
         raise error
 
     def num_sms_for(self, num_experts: int, num_topk: int, expert_layout: bool) -> int:
@@ -271,8 +271,9 @@ class BufferPool:
         try:
             settings = self.pinned or read()
             spec = _spec(settings, *wish)
-            set_deepep_defaults(settings)
             backend = choose(probe(), settings, on_cuda=on_cuda(group), num_ranks=group.size())
+            if backend.name == "deepep_v2":
+                set_deepep_defaults(settings)
             facts = {
                 "backend": backend.name,
                 "spec": asdict(spec),

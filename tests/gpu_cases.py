@@ -75,8 +75,8 @@ def contract(rank: int, world: int, backend: str) -> dict[str, bool]:
     """Dispatch and combine against the embedded buffer, bit by bit."""
     os.environ["MCORE_DEEPEP_V2_BACKEND"] = backend
     join_nccl(rank, world)
+    from megatron_moe_v2 import close_buffers, prepare_buffer
     from megatron_moe_v2.buffers.embedded import EmbeddedElasticBuffer
-    from megatron_moe_v2.pool import close_buffers, prepare_buffer
 
     entry = prepare_buffer(hidden=H, num_topk=K)
     print(entry.describe(), flush=True)

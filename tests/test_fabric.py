@@ -48,7 +48,7 @@ def test_queue_pairs(tmp_path: Path, kind: str | None, asked: int, hybrid: bool,
 
 
 def test_more_queue_pairs_than_efa_has(tmp_path: Path) -> None:
-    with pytest.raises(LimitError, match="NUM_QPS.*129.*128"):
+    with pytest.raises(LimitError, match=r"NUM_QPS.*129.*128"):
         fabric.allocated_qps(129, has_cap=False, hybrid=True, sysfs=sysfs(tmp_path, "efa"))
 
 

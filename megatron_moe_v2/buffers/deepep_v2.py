@@ -86,6 +86,8 @@ class GuardedElasticBuffer:
         self.raw: Any = raw
         self._hidden = hidden
         self._topk_idx_dtype = probe().topk_idx_t or torch.int64
+        self._event_type: Any = probe().EventHandle or object
+        self._on_efa = fabric.rdma_kind() == "efa"
 
     def capture(self) -> Any:
         """A raw event handle recorded on the current stream."""
@@ -114,6 +116,7 @@ class GuardedElasticBuffer:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
         tokens = x[0] if isinstance(x, tuple) else x
         self._check_tokens(tokens, isinstance(x, tuple))
+        self._check_streams(arguments)
         check_rows(tokens.shape[0], num_max_tokens_per_rank)
         if handle is None:
             assert topk_idx is not None
@@ -144,6 +147,7 @@ class GuardedElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``. Collective over the group."""
         self._check_tokens(x, False)
+        self._check_streams(arguments)
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
@@ -162,6 +166,15 @@ class GuardedElasticBuffer:
             raise LimitError("dtype of x on DeepEP V2", got=x.dtype, expected=wanted, fix="Cast the tokens before.")
         if x.shape[1] > self._hidden:
             raise LimitError("hidden", got=x.shape[1], expected=f"at most the {self._hidden} of the buffer")
+
+    def _check_streams(self, arguments: dict[str, Any]) -> None:
+        event, on_comm_stream = arguments.get("previous_event"), arguments.get("allocate_on_comm_stream")
+        if event is not None and not isinstance(event, self._event_type):
+            raise InputError("previous_event", got=type(event).__name__, expected="a raw EventHandle")
+        if event is not None and not on_comm_stream:
+            raise InputError("previous_event without allocate_on_comm_stream", fix="Set allocate_on_comm_stream=True.")
+        if self._on_efa and arguments.get("async_with_compute_stream") and not on_comm_stream:
+            raise LimitError("asynchronous finish on EFA without allocate_on_comm_stream", fix="Set both.")
 
     def _check_experts(self, num_experts: int, num_topk: int) -> None:
         num_local = check_num_experts(num_experts, self.raw.num_ranks) // self.raw.num_ranks
