@@ -197,3 +197,124 @@ def _dense(
     dist.all_reduce(total)
     local = E // world
     return out.detach(), leaf.grad, leaf_weights.grad, total[rank * local : (rank + 1) * local]
+
+
+def no_synchronisation(rank: int, world: int) -> int:
+    """Forward and backward with every synchronisation outside DeepEP's own calls an error; returns the calls made."""
+    join_nccl(rank, world)
+    from megatron_moe_v2 import fused_combine, fused_dispatch, prepare_buffer
+
+    entry = prepare_buffer(hidden=H, num_topk=K)
+    raw: Any = entry.buffer.raw  # type: ignore[attr-defined]
+    calls = 0
+
+    def allowed(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return method(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        return call
+
+    _, x, idx, weights = next(scenes(rank, world))
+    for layout, alignment in (("token", 1), ("expert", 1), ("expert", 128)):
+        for measured in (False, True):
+            leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            if measured:
+                kept = raw.dispatch, raw.combine
+                raw.dispatch, raw.combine = allowed(raw.dispatch), allowed(raw.combine)
+                torch.cuda.set_sync_debug_mode("error")
+            recv_x, _, recv_w, _, handle = fused_dispatch(
+                leaf, idx, leaf_weights, E, None, layout=layout, expert_alignment=alignment
+            )
+            y, _ = fused_combine(recv_x, None, handle)
+            torch.autograd.backward([y, recv_w], [x, torch.ones_like(recv_w)])
+            if measured:
+                torch.cuda.set_sync_debug_mode("default")
+                raw.dispatch, raw.combine = kept
+    return calls
+
+
+def chosen_num_sms(rank: int, world: int) -> dict[str, int]:
+    """SM counts that DeepEP is given after ``set_deepep_num_sms``."""
+    os.environ.pop("MCORE_DEEPEP_V2_NUM_SMS")
+    join_nccl(rank, world)
+    from megatron_moe_v2 import close_buffers, fused_dispatch, set_deepep_num_sms
+    from megatron_moe_v2.pool import pool
+
+    _, x, idx, weights = next(scenes(rank, world))
+    seen = {}
+    for wish in (20, 32, 0):
+        set_deepep_num_sms(wish)
+        *_, handle = fused_dispatch(x, idx, weights, E, None)
+        entry = handle.call.entry
+        seen[str(wish)] = int(handle.ep_handle.num_sms)
+        seen["estimate"] = entry.buffer.get_theoretical_num_sms(E, K)  # type: ignore[attr-defined]
+        close_buffers()
+    seen["constructions"] = pool.constructions
+    return seen
+
+
+def warmed_up(rank: int, world: int) -> dict[str, Any]:
+    """Kernels that DeepEP compiled in tuning and warm-up, and in the first step after them."""
+    os.environ["MCORE_DEEPEP_V2_NUM_SMS"] = "tune"
+    os.environ["EP_JIT_CACHE_DIR"] = os.environ["EP_JIT_CACHE_DIR"] + "-warm"
+    join_nccl(rank, world)
+    from megatron_moe_v2 import FlexTokenDispatcher, prepare, prepare_buffer
+    from megatron_moe_v2.pool import pool
+
+    prepare.TUNED_NUM_SMS = (8,)  # type: ignore[assignment, misc]  # few, since each is compiled
+
+    def compiled() -> int:
+        return sum(len(files) for _, _, files in os.walk(os.environ["EP_JIT_CACHE_DIR"]))
+
+    entry = prepare_buffer(hidden=H, num_topk=K, num_experts=E, warmup=True)
+    dist.barrier()
+    before = compiled()
+    for layout in ("token", "expert"):
+        _, x, idx, weights = next(scenes(rank, world))
+        dispatcher = FlexTokenDispatcher(num_experts=E, layout=layout)
+        sent = dispatcher.dispatch(x.requires_grad_(), idx, weights.requires_grad_())
+        dispatcher.combine(sent.tokens, sent).float().sum().backward()
+    torch.cuda.synchronize()
+    dist.barrier()
+    return {"before": before, "after": compiled(), "tuned": entry.tuned, "constructions": pool.constructions}
+
+
+def v1_equals_megatron(rank: int, world: int) -> dict[str, bool] | None:
+    """Our token layout on V1 against megatron-core's own functions over V1; None without megatron-core."""
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v1"
+    join_nccl(rank, world)
+    import deep_ep
+    import deep_ep.utils
+
+    deep_ep.utils.EventOverlap = deep_ep.EventOverlap  # where megatron-core looks for it, and V2's package left it
+    try:
+        from megatron.core.transformer.moe import fused_a2a as theirs
+    except ImportError:
+        return None
+    from megatron_moe_v2 import fused_a2a as ours
+
+    results = {}
+    for name, x, idx, weights in scenes(rank, world):
+        got = []
+        for module in (theirs, ours):
+            leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            recv_x, recv_idx, recv_w, counts, handle = module.fused_dispatch(  # type: ignore[attr-defined]
+                leaf, idx, leaf_weights, E, dist.group.WORLD, async_finish=True, allocate_on_comm_stream=True
+            )
+            rows = recv_x * recv_w.sum(-1, keepdim=True).to(recv_x.dtype)
+            y, _ = module.fused_combine(  # type: ignore[attr-defined]
+                rows, dist.group.WORLD, handle, async_finish=True, allocate_on_comm_stream=True
+            )
+            y.float().square().sum().backward()
+            got.append((recv_x, recv_idx, recv_w, counts, y, leaf.grad, leaf_weights.grad))
+        for what, one, other in zip(
+            ("x", "idx", "weights", "counts", "y", "grad", "grad of weights"), *got, strict=True
+        ):
+            results[f"{name}: {what}"] = torch.equal(one, other)
+    return results

@@ -36,3 +36,37 @@ def test_gradients_of_a_layer(backend: str, world: int) -> None:
         far = {case: value for case, value in results.items() if not value <= 1e-2}
         assert not far, f"rank {rank}: {far}"
         assert len(results) > 50
+
+
+def test_hybrid_with_one_scale_out_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_cases.ENVIRONMENT, "MCORE_DEEPEP_V2_MODE", "hybrid")
+    monkeypatch.setitem(gpu_cases.ENVIRONMENT, "MCORE_DEEPEP_V2_NUM_QPS", "129")
+    for rank, results in enumerate(on_gpus(2, gpu_cases.contract, "deepep_v2")):
+        assert not [case for case, right in results.items() if not right], rank
+
+
+def test_no_synchronisation_of_our_own() -> None:
+    assert on_gpus(1, gpu_cases.no_synchronisation) == [12]
+
+
+def test_sm_counts_that_deepep_receives() -> None:
+    for seen in on_gpus(2, gpu_cases.chosen_num_sms):
+        assert seen["20"] == seen["0"] == seen["estimate"]
+        assert seen["32"] == 32
+        assert seen["constructions"] == 3
+
+
+def test_step_0_compiles_nothing_after_warm_up() -> None:
+    for seen in on_gpus(2, gpu_cases.warmed_up, timeout=300.0):
+        print(seen)
+        assert seen["before"] > 0
+        assert seen["after"] == seen["before"]
+        assert seen["constructions"] == 1
+        assert set(seen["tuned"]) == {False, True}
+
+
+def test_v1_equals_megatron_core_bit_by_bit() -> None:
+    for results in on_gpus(2, gpu_cases.v1_equals_megatron):
+        if results is None:
+            pytest.skip("megatron-core is not installed")
+        assert not [case for case, right in results.items() if not right]
