@@ -86,6 +86,7 @@ class EPHandle:
         token_metadata_at_forward: hybrid topologies of DeepEP only.
         channel_linked_list: hybrid topologies of DeepEP only.
         origin: numbers of the embedded buffer and of the dispatch that made the handle.
+        recv_topk_idx: what the embedded buffer's token layout received, for its cached dispatches.
     """
 
     do_expand: bool
@@ -105,6 +106,7 @@ class EPHandle:
     token_metadata_at_forward: Tensor | None = None
     channel_linked_list: Tensor | None = None
     origin: tuple[int, int] = field(default=(-1, -1), kw_only=True)
+    recv_topk_idx: Tensor | None = field(default=None, kw_only=True)
 
 
 class HandleSkeleton(NamedTuple):

@@ -242,7 +242,10 @@ class EmbeddedElasticBuffer:
         except Exception as error:  # whatever it is, the peers are waiting to hear of it
             failure = error
         counts_in = exchange.headers(call, counts, failure)
-        arrived = wire.views(exchange.payload(rows.pack_tokens(exchange, request, wire, to), counts, counts_in))
+        sent = rows.pack_tokens(exchange, request, wire, to)
+        in_place = None if self._adversary else rows.arrives_in_place(request, wire, sum(counts_in))
+        into = None if in_place is None else in_place.view(torch.uint8)
+        arrived = wire.views(exchange.payload(sent, counts, counts_in, into))
         if "topk_idx" in arrived:
             arrived["local_idx"] = self._local_idx(arrived["topk_idx"], request.num_experts)
         if handle is None:
@@ -265,11 +268,23 @@ class EmbeddedElasticBuffer:
         else:
             arrival = self._arrival_order(handle, sum(counts_in))
             order = None if arrival is None else layout.invert(arrival)
-        placed = rows.place(request, handle, arrived, order, self._adversary, do_zero_padding)
+        if in_place is not None:
+            placed = {"x": in_place}
+        else:
+            placed = rows.place(request, handle, arrived, order, self._adversary, do_zero_padding)
+        if not do_expand:
+            kept = placed.get("local_idx", handle.recv_topk_idx)
+            assert kept is not None
+            # What is returned is the caller's own; what the handle keeps stays as it is.
+            recv_idx = kept.clone()
+            if not handle.do_expand:
+                handle.recv_topk_idx = kept
+        else:
+            recv_idx = None
         recv_x: Any = placed["x"]
         if request.scales is not None:
             recv_x = (recv_x, rows.column_major(placed["scales"]) if use_tma_aligned_col_major_sf else placed["scales"])
-        return recv_x, placed.get("local_idx"), placed.get("weights"), handle, _event(async_with_compute_stream)
+        return recv_x, recv_idx, placed.get("weights"), handle, _event(async_with_compute_stream)
 
     def combine(
         self,

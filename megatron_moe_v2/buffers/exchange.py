@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, MoEError, RankMismatchError, from_wire, rank_table, to_wire
-from .layout import lanes
+from .layout import empty_rows, lanes
 
 __all__ = ["Exchange", "Field", "RowFormat"]
 
@@ -117,14 +117,14 @@ class Exchange:
         self._run(got, sent, None, None, call)
         return got.cpu()
 
-    def payload(self, sent: Tensor, rows_out: list[int], rows_in: list[int]) -> Tensor:
+    def payload(self, sent: Tensor, rows_out: list[int], rows_in: list[int], into: Tensor | None = None) -> Tensor:
         """Exchange byte rows ``[sum(rows_out), B]``, ordered by destination; returns ``[sum(rows_in), B]`` by source.
 
-        What is returned may be overwritten by the next call.
+        Without ``into``, which receives the rows, what is returned may be overwritten by the next call.
         """
         if self.num_ranks == 1:
-            return sent
-        got = self.staging("received", sum(rows_in), sent.shape[1], sent.device)
+            return sent if into is None else into.copy_(sent)
+        got = self.staging("received", sum(rows_in), sent.shape[1], sent.device) if into is None else into
         self._run(lanes(got), lanes(sent), rows_in, rows_out, "the payload")
         return got
 
@@ -146,7 +146,8 @@ class Exchange:
             return torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
         kept = self._staging.get(name)
         if kept is None or kept.numel() < rows * row_bytes:
-            kept = self._staging[name] = torch.empty(rows * row_bytes, dtype=torch.uint8)
+            kept = empty_rows(1, rows * row_bytes, torch.empty(0, dtype=torch.uint8)).view(-1)
+            self._staging[name] = kept
         return kept[: rows * row_bytes].view(rows, row_bytes)
 
     def close(self) -> None:

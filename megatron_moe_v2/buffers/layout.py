@@ -6,9 +6,12 @@ number of (token, destination rank) pairs that this rank sends, P the number of 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
+import mmap
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,7 @@ __all__ = [
     "ExpertSlots",
     "align_counts",
     "destinations",
+    "empty_rows",
     "expert_slots",
     "gather_rows",
     "invert",
@@ -45,8 +49,11 @@ def _kernels() -> Any:
     return importlib.import_module(".kernels", __package__)
 
 
-_BLOCK = 128
-"""Tokens summed at a time on the CPU, so that the accumulators stay in its second-level cache."""
+_HUGE_BYTES = 8 * 1024 * 1024
+"""CPU tensors from this size are put on huge pages where the kernel allows it: touching fresh small ones costs more
+than the copy."""
+
+_MADV_HUGEPAGE = 14
 
 
 class Destinations(NamedTuple):
@@ -165,10 +172,31 @@ def lanes(rows: Tensor) -> Tensor:
     return rows.view(torch.uint8)
 
 
+def empty_rows(num_rows: int, width: int, like: Tensor) -> Tensor:
+    """Uninitialised ``[num_rows, width]`` of the dtype and device of ``like``."""
+    rows = like.new_empty(num_rows, width)
+    nbytes = num_rows * width * like.element_size()
+    if nbytes >= _HUGE_BYTES and not rows.is_cuda and (advise := _madvise()) is not None:
+        page = mmap.PAGESIZE
+        first = -(-rows.data_ptr() // page) * page
+        advise(first, (rows.data_ptr() + nbytes) // page * page - first, _MADV_HUGEPAGE)  # a hint: failing is harmless
+    return rows
+
+
+@functools.cache
+def _madvise() -> Any:
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
+
+
 def gather_rows(rows: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """``rows[index]`` bit for bit, for any dtype; ``index`` int64 ``[m]``, ``out`` ``[m, H]`` of any row stride."""
     if out is None:
-        return lanes(rows).index_select(0, index).view(rows.dtype)
+        out = empty_rows(len(index), rows.shape[1], rows)
     source, target = lanes(rows), lanes(out)
     if source.dtype != target.dtype:
         source, target = rows.view(torch.uint8), out.view(torch.uint8)
@@ -198,47 +226,50 @@ def sum_rows(rows: Tensor, table: Tensor, *, bias: tuple[Tensor, ...] = (), out:
 
     Args:
         rows: ``[r, H]``, any row stride.
-        table: int64 ``[T, C]``, row numbers; negative entries are skipped.
+        table: integer ``[T, C]``, row numbers; negative entries are skipped.
         bias: each ``[T, H]``.
-        out: ``[T, H]`` of the dtype of ``rows``, any row stride, fully written.
+        out: ``[T, H]`` of the dtype of ``rows``, any row stride, fully written; by default a fresh contiguous tensor.
     """
-    num_tokens, hidden = table.shape[0], rows.shape[1]
-    out = rows.new_empty(num_tokens, hidden) if out is None else out
     if not bias and (kernels := kernels_for(rows)):
-        return kernels.ungroup(rows, table, out)  # type: ignore[no-any-return]
+        target = rows.new_empty(table.shape[0], rows.shape[1]) if out is None else out
+        return kernels.ungroup(rows, table, target)  # type: ignore[no-any-return]
+    if bias or rows.is_cuda or not len(rows):
+        summed = _sum_rows_by_column(rows, table, bias)
+    else:
+        summed = _sum_rows_by_line(rows, table)
+    return summed if out is None else out.copy_(summed)
+
+
+def _sum_rows_by_line(rows: Tensor, table: Tensor) -> Tensor:
+    """On the CPU: a product with a sparse matrix of ones adds in the order of the line, and rounds once."""
     valid = table >= 0
-    packed = table.gather(1, (~valid).to(torch.int8).argsort(dim=1, stable=True))
-    count = valid.sum(1)
-    if rows.is_cuda:
-        return _sum_rows_at_once(rows, packed, count, bias, out)
-    by_count = count.argsort(descending=True, stable=True)
-    packed = packed[by_count].t().contiguous()
-    named = (count[:, None] > torch.arange(table.shape[1])).sum(0).tolist()
-    accumulator = torch.empty(min(_BLOCK, num_tokens), hidden, dtype=_sum_dtype(rows.dtype))
-    for start in range(0, num_tokens, _BLOCK):
-        tokens = by_count[start : start + _BLOCK]
-        total = accumulator[: len(tokens)].zero_()
-        for one in bias:
-            total += one.index_select(0, tokens)
-        for column, filled in zip(packed, named, strict=True):
-            active = min(filled - start, len(tokens))
-            if active <= 0:
-                break
-            total[:active] += rows.index_select(0, column[start : start + active])
-        out.index_copy_(0, tokens, total.to(out.dtype))
-    return out
+    first = torch.zeros(table.shape[0] + 1, dtype=torch.int64)
+    torch.cumsum(valid.sum(1), 0, out=first[1:])
+    column = table[valid].long()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        ones = torch.sparse_csr_tensor(
+            first,
+            column,
+            torch.ones(len(column), dtype=rows.dtype),
+            (table.shape[0], rows.shape[0]),
+            check_invariants=False,
+        )
+    return torch.sparse.mm(ones, rows, "sum")  # type: ignore[no-any-return]
 
 
-def _sum_rows_at_once(rows: Tensor, packed: Tensor, count: Tensor, bias: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    total = torch.zeros(out.shape, dtype=_sum_dtype(rows.dtype), device=rows.device)
+def _sum_rows_by_column(rows: Tensor, table: Tensor, bias: tuple[Tensor, ...]) -> Tensor:
+    """Anywhere: one column of the table after the other."""
+    total = torch.zeros(
+        table.shape[0],
+        rows.shape[1],
+        dtype=torch.float64 if rows.dtype == torch.float64 else torch.float32,
+        device=rows.device,
+    )
     for one in bias:
         total += one
     if len(rows):
-        for column in range(packed.shape[1]):
-            chosen = rows.index_select(0, packed[:, column].clamp_min(0))
-            total += torch.where((count > column)[:, None], chosen, chosen.new_zeros(()))
-    return out.copy_(total)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        for column in table.unbind(1):
+            chosen = rows.index_select(0, column.clamp_min(0).long())
+            total += torch.where((column >= 0)[:, None], chosen, chosen.new_zeros(()))
+    return total.to(rows.dtype)

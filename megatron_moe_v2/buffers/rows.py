@@ -17,7 +17,15 @@ from .checks import CombineRequest, DispatchRequest
 from .contract import EPHandle, align
 from .exchange import Exchange, Field, RowFormat
 
-__all__ = ["column_major", "dispatch_format", "make_handle", "pack_partials", "pack_tokens", "place"]
+__all__ = [
+    "arrives_in_place",
+    "column_major",
+    "dispatch_format",
+    "make_handle",
+    "pack_partials",
+    "pack_tokens",
+    "place",
+]
 
 
 def dispatch_format(request: DispatchRequest) -> RowFormat:
@@ -26,13 +34,21 @@ def dispatch_format(request: DispatchRequest) -> RowFormat:
     fields = [Field(name="x", dtype=request.x.dtype, width=request.x.shape[1])]
     if request.scales is not None:
         fields.append(Field(name="scales", dtype=request.scales.dtype, width=request.scales.shape[1]))
-    if request.handle is None or not request.do_expand:
+    if request.handle is None or (not request.do_expand and request.handle.recv_topk_idx is None):
         fields.append(Field(name="topk_idx", dtype=torch.int32, width=num_topk))
     if request.weights is not None:
         fields.append(Field(name="weights", dtype=request.weights.dtype, width=num_topk))
     if request.handle is None:
         fields.append(Field(name="token", dtype=torch.int32, width=1))
     return RowFormat(tuple(fields))
+
+
+def arrives_in_place(request: DispatchRequest, wire: RowFormat, num_rows: int) -> Tensor | None:
+    """Where rows can be received as they are returned: a bare cached dispatch in the token layout. Else None."""
+    handle = request.handle
+    if handle is None or request.do_expand or len(wire.fields) > 1 or handle.num_recv_tokens != num_rows:
+        return None
+    return layout.empty_rows(num_rows, request.x.shape[1], request.x)
 
 
 def pack_tokens(exchange: Exchange, request: DispatchRequest, wire: RowFormat, to: layout.Destinations) -> Tensor:
@@ -153,9 +169,7 @@ def place(
 
 
 def _token_rows(rows: Tensor, order: Tensor | None, capacity: int, adversary: Adversary | None) -> Tensor:
-    if order is None and capacity == len(rows):
-        return rows.clone(memory_format=torch.contiguous_format)
-    placed = rows.new_empty(capacity, rows.shape[1])
+    placed = layout.empty_rows(capacity, rows.shape[1], rows)
     kept = placed[: len(rows)]
     if order is None:
         kept.copy_(rows)
@@ -188,6 +202,8 @@ def pack_partials(
         return layout.gather_rows(request.x, slots[filled]).view(torch.uint8), wire, counts
     if slots is None and order is None and request.weights is None:
         return request.x[:num_rows].view(torch.uint8), wire, counts
+    if slots is not None and request.weights is None:
+        return layout.sum_rows(request.x, slots).view(torch.uint8), wire, counts
     sent = exchange.staging("sent", num_rows, wire.row_bytes, request.x.device)
     views: dict[str, Any] = wire.views(sent)
     if slots is not None:
