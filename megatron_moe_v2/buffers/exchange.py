@@ -87,16 +87,12 @@ class Exchange:
             return list(rows)
         self._sequence += 1
         call = f"call {self._sequence}: {call}"
-        sent = torch.zeros(self.num_ranks, 4, dtype=torch.int64)
-        sent[:, 0] = _MAGIC if failure is None else -_MAGIC
-        sent[:, 1] = self._sequence
-        sent[:, 2] = zlib.crc32(call.encode())
-        if failure is None:
-            sent[:, 3] = torch.tensor(rows)
-        got = self._all_to_all(sent, call)
-        if bool((got[:, :3] != got[0, :3]).any()) or failure is not None or int(got[0, 0]) != _MAGIC:
+        same = [_MAGIC if failure is None else -_MAGIC, self._sequence, zlib.crc32(call.encode())]
+        sent = torch.tensor([[*same, count] for count in (rows if failure is None else [0] * self.num_ranks)])
+        got = self._all_to_all(sent, call).tolist()
+        if failure is not None or any(header[:3] != same for header in got):
             self._raise_together(call, failure)
-        return got[:, 3].tolist()
+        return [header[3] for header in got]
 
     def _raise_together(self, call: str, failure: Exception | None) -> None:
         text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]

@@ -144,7 +144,8 @@ def place(
         }
     num_slots, num_topk = handle.num_expanded_tokens, request.topk_idx.shape[1]
     position = layout.rows_of_slots(handle.recv_src_metadata[:num_rows, 2:], num_slots)
-    unfilled = (position < 0).nonzero().squeeze(1)
+    full = request.expert_alignment == 1 and len(handle.num_recv_tokens_per_expert_list) > 0
+    unfilled = position[:0] if full else (position < 0).nonzero().squeeze(1)
     row, lane = torch.div(position.clamp_min(0), num_topk, rounding_mode="floor"), position.remainder(num_topk)
     if order is not None and num_rows:
         row = order[row]
@@ -153,8 +154,10 @@ def place(
     }
     if "weights" in arrived:
         sources["weights"] = (arrived["weights"].reshape(-1, 1), row * num_topk + lane)
-    counts = handle.num_unaligned_recv_tokens_per_expert
-    gaps = unfilled[unfilled < layout.align_counts(counts, handle.expert_alignment).sum()]
+    gaps = unfilled
+    if len(unfilled):
+        counts = handle.num_unaligned_recv_tokens_per_expert
+        gaps = unfilled[unfilled < layout.align_counts(counts, handle.expert_alignment).sum()]
     placed: dict[str, Tensor] = {}
     for name, (rows, index) in sources.items():
         slots = layout.gather_rows(rows, index) if num_rows else rows.new_zeros(num_slots, rows.shape[1])
