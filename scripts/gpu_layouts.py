@@ -33,7 +33,7 @@ from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, f
 
 NUM_TOPK, NUM_EXPERTS, ROUNDS = 8, 128, 20
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class Scene:
@@ -122,7 +122,7 @@ def copy_gbs(nbytes: int = 2**30) -> float:
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * nbytes / statistics.median(elapsed(lambda: target.copy_(source) and None) for _ in range(9)) / 1e6
+    return 2 * nbytes / statistics.median(elapsed(lambda: target.copy_(source)) for _ in range(9)) / 1e6
 
 
 def main() -> None:
@@ -203,15 +203,15 @@ def host_times(scene: Scene, entry: Any, num_sms: int) -> str:
     recv_x, _, _, _, handle = fused_dispatch(x, scene.idx, weights, NUM_EXPERTS, None, layout="expert")
     pairs: dict[str, tuple[Step, Step]] = {
         "dispatch": (
-            lambda: fused_dispatch(scene.x, scene.idx, scene.weights, NUM_EXPERTS, None, layout="expert") and None,
+            lambda: fused_dispatch(scene.x, scene.idx, scene.weights, NUM_EXPERTS, None, layout="expert"),
             lambda: (
                 raw.dispatch(x, topk_idx=scene.idx, topk_weights=weights, num_sms=num_sms, do_expand=True, **sizes)
                 and None
             ),
         ),
         "combine": (
-            lambda: fused_combine(recv_x, None, handle) and None,
-            lambda: raw.combine(recv_x, handle.ep_handle, num_sms=num_sms) and None,
+            lambda: fused_combine(recv_x, None, handle),
+            lambda: raw.combine(recv_x, handle.ep_handle, num_sms=num_sms),
         ),
     }
     texts = []

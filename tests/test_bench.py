@@ -21,13 +21,13 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers
 from megatron_moe_v2.cli import bench, local_ranks, tables
-from megatron_moe_v2.cli.measure import LAYOUTS, PHASES, PLAIN, Measurement, subjects
+from megatron_moe_v2.cli.measure import LAYOUTS, PHASES, PLAIN, PLAIN_KEPT, Measurement, subjects
 from megatron_moe_v2.cli.plain_alltoall import PlainDispatcher
 from megatron_moe_v2.cli.traffic import Clock, counted
 from megatron_moe_v2.cli.verify import Oracle, make_inputs
 
 SIZES = ["--tokens", "64", "--hidden", "64", "--experts", "8", "--topk", "2", "--iters", "3", "--warmup", "1"]
-SUBJECTS = {*LAYOUTS, PLAIN}
+SUBJECTS = {*LAYOUTS, PLAIN, PLAIN_KEPT}
 
 
 @pytest.fixture
@@ -61,6 +61,8 @@ def test_command_with_two_ranks_of_its_own(no_launcher: None) -> None:
         assert 0 < one["communication_share"] <= 1
         if one["dispatcher"] == PLAIN:
             assert one["time_to_plain"] == one["bytes_to_plain"] == 1
+        elif one["dispatcher"] == PLAIN_KEPT:
+            assert one["bytes_to_plain"] == 1
         else:
             assert 0 < one["bytes_to_plain"] < 1
     for text in ("megatron-moe-v2", header["torch"], "memory allocator", "logical", "forward+backward", "token-bare"):
@@ -110,6 +112,8 @@ def job_compare(rank: int, world: int) -> dict[str, list[Tensor]]:
     group = dist.group.WORLD
     assert group is not None
     results = {PLAIN: list(forward_backward(PlainDispatcher(num_experts=8, group=group), inputs))}
+    kept = list(forward_backward(PlainDispatcher(num_experts=8, group=group, keep_buffers=True), inputs))
+    assert all(torch.equal(one, other) for one, other in zip(results[PLAIN], kept, strict=True))
     for layout in ("token", "expert"):
         ours = FlexTokenDispatcher(num_experts=8, group=group, layout=layout)  # type: ignore[arg-type]
         results[layout] = list(forward_backward(ours, inputs, apply_weights=False))

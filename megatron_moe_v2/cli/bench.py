@@ -20,7 +20,7 @@ from ..errors import MoEError
 from ..pool import close_buffers
 from ..prepare import prepare_buffer
 from . import local_ranks, tables
-from .measure import LAYOUTS, PHASES, PLAIN, Subject, measure, subjects
+from .measure import LAYOUTS, PHASES, PLAIN, PLAIN_KEPT, Subject, measure, subjects
 from .verify import Oracle, make_inputs
 
 __all__ = ["main"]
@@ -112,7 +112,7 @@ def _rank(device: torch.device, args: argparse.Namespace) -> None:
         facts = tables.environment(entry, device, _arguments(args))
         output.write(tables.header(facts), [facts])
     visible = entry.backend.name == "embedded"
-    under_test = subjects([*args.layouts, PLAIN], args.experts, group, visible=visible)
+    under_test = subjects([*args.layouts, PLAIN, PLAIN_KEPT], args.experts, group, visible=visible)
     found = _measure(args, args.tokens, PHASES, under_test, device)
     if output:
         output.write(tables.table(found), found)

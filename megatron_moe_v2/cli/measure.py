@@ -20,11 +20,11 @@ from .plain_alltoall import PlainDispatcher
 from .traffic import Clock, Traffic, counted
 from .verify import Inputs, Oracle
 
-__all__ = ["LAYOUTS", "PHASES", "PLAIN", "Measurement", "Subject", "measure", "subjects"]
+__all__ = ["LAYOUTS", "PHASES", "PLAIN", "PLAIN_KEPT", "Measurement", "Subject", "measure", "subjects"]
 
 LAYOUTS = ("token-bare", "token", "expert")
 PHASES = ("dispatch", "combine", "forward+backward")
-PLAIN = "plain"
+PLAIN, PLAIN_KEPT = "plain", "plain-kept"
 
 Sample = tuple[float, float, int]  # seconds, seconds in collectives, bytes sent
 
@@ -44,7 +44,7 @@ class Subject:
     """A dispatcher under test.
 
     Attributes:
-        name: one of :data:`LAYOUTS`, or :data:`PLAIN`.
+        name: one of :data:`LAYOUTS`, :data:`PLAIN` or :data:`PLAIN_KEPT`.
         dispatch: ``(x, topk_idx, topk_weights)`` to something with ``tokens`` and ``weights``.
         combine: ``(rows, dispatched)`` to ``[T, H]``.
         visible: its traffic goes through ``torch.distributed``, where it is counted.
@@ -58,7 +58,7 @@ class Subject:
     def wrong_dispatch(self, dispatched: Any, oracle: Oracle) -> int:
         if self.name == "token-bare":
             return oracle.wrong_tokens(dispatched.tokens, dispatched.local_idx, dispatched.weights)
-        counts = (dispatched.routing if self.name == PLAIN else dispatched).tokens_per_expert
+        counts = (dispatched.routing if self.name in (PLAIN, PLAIN_KEPT) else dispatched).tokens_per_expert
         return oracle.wrong_copies(dispatched.tokens, counts, dispatched.weights)
 
     def wrong_sums(self, combined: Tensor, values: Tensor, oracle: Oracle) -> int:
@@ -85,11 +85,13 @@ def subjects(names: Sequence[str], num_experts: int, group: dist.ProcessGroup, *
         return Subject(name=name, dispatch=ours.dispatch, combine=combine, visible=visible)
 
     plain = PlainDispatcher(num_experts=num_experts, group=group)
+    kept = PlainDispatcher(num_experts=num_experts, group=group, keep_buffers=True)
     every = {
         "token-bare": Subject(name="token-bare", dispatch=bare_dispatch, combine=bare_combine, visible=visible),
         "token": flex("token"),
         "expert": flex("expert"),
         PLAIN: Subject(name=PLAIN, dispatch=plain.dispatch, combine=plain.combine, visible=True),
+        PLAIN_KEPT: Subject(name=PLAIN_KEPT, dispatch=kept.dispatch, combine=kept.combine, visible=True),
     }
     return [every[name] for name in names]
 

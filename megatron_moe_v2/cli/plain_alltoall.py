@@ -65,10 +65,13 @@ class PlainDispatcher:
     Args:
         num_experts: E, a multiple of the ranks.
         group: the ranks that exchange tokens.
+        keep_buffers: on the CPU keep the scratch memory between calls and put large tensors on huge pages, as this
+            package's own buffer does; dispatchers in use allocate anew.
     """
 
-    def __init__(self, *, num_experts: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, *, num_experts: int, group: dist.ProcessGroup, keep_buffers: bool = False) -> None:
         self.group = group
+        self.keep_buffers = keep_buffers
         self.num_experts = num_experts
         self.num_ranks = group.size()
         self._kept: dict[str, Tensor] = {}
@@ -120,16 +123,16 @@ class PlainDispatcher:
     def forth(self, rows: Tensor, routing: Routing) -> Tensor:
         """``[P, H]``, a new tensor: copies of the tokens' rows ``[T, H]`` at their experts."""
         if routing.by_expert is None:
-            return gather_rows(rows, routing.token)
-        sent = gather_rows(rows, routing.token, out=self._staging("sent", rows, len(routing.token)))
+            return self._gather(rows, routing.token)
+        sent = self._gather(rows, routing.token, "sent")
         got = self._exchange(sent, routing.rows_out, routing.rows_in)
-        return gather_rows(got, routing.by_expert)
+        return self._gather(got, routing.by_expert)
 
     def back(self, rows: Tensor, routing: Routing) -> Tensor:
         """``[T, H]``, a new tensor: the sum over k of the experts' rows ``[P, H]``."""
         if routing.by_source is None:
             return self._sum_copies(rows, routing.copies)
-        sent = gather_rows(rows, routing.by_source, out=self._staging("sent", rows, len(rows)))
+        sent = self._gather(rows, routing.by_source, "sent")
         return self._sum_copies(self._exchange(sent, routing.rows_in, routing.rows_out), routing.copies)
 
     def values_forth(self, values: Tensor, routing: Routing) -> Tensor:
@@ -172,10 +175,16 @@ class PlainDispatcher:
         summed: Tensor = torch.sparse.mm(named, rows, "sum")  # one pass, line by line, float32 inside
         return summed
 
+    def _gather(self, rows: Tensor, index: Tensor, name: str = "") -> Tensor:
+        """``rows[index]``: with a name into scratch, else a new tensor."""
+        if not self.keep_buffers:
+            return lanes(rows).index_select(0, index).view(rows.dtype)
+        return gather_rows(rows, index, out=self._staging(name, rows, len(index)) if name else None)
+
     def _staging(self, name: str, like: Tensor, num_rows: int) -> Tensor:
-        """Scratch ``[num_rows, H]``, kept between calls on the CPU; CUDA's allocator keeps its own."""
+        """Scratch ``[num_rows, H]``; CUDA's allocator keeps its own."""
         hidden = like.shape[1]
-        if like.is_cuda:
+        if like.is_cuda or not self.keep_buffers:
             return like.new_empty(num_rows, hidden)
         kept = self._kept.get(name)
         if kept is None or kept.numel() < num_rows * hidden or kept.dtype != like.dtype:

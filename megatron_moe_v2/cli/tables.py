@@ -24,7 +24,8 @@ a barrier, and the slowest rank's time counts. dispatch: router output to rows a
 forward+backward: both and their backward, with gradients of tokens and of weights; weights travel, none is applied.
 token-bare: fused_dispatch and fused_combine alone, a row per token. token: FlexTokenDispatcher, our permutation by
 expert included. expert: the buffer delivers rows by expert. plain: permute, exchange counts, all-to-all of every routed
-copy and its weight, sort by expert, and back.
+copy and its weight, sort by expert, and back, each step the fastest exact one of PyTorch's own. plain-kept: the same
+with our memory habits, which dispatchers in use do not have: scratch kept between calls, and huge pages.
 sent: bytes a rank hands to collectives in one call, metadata and its own share included. comm: share of the time inside
 collectives, waiting for other ranks included. GB/s, logical: T * K copies * row bytes * directions / p50, of which
 dispatch and combine have 1, forward+backward 4. wrong: values unequal to the oracle, which computes rows, sums and
