@@ -7,7 +7,7 @@ H hidden, K top-k, L local experts, n received tokens, A rows of the expert layo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,7 +97,9 @@ class Received(NamedTuple):
 def _communication(call: Call, operation: str, x: Tensor) -> Iterator[None]:
     """Around a buffer call: no autocast inside, streams restored, and a failed collective explained and remembered."""
     heartbeat.note(operation, x.shape)
-    with restored_on_error(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+    kind = x.device.type
+    autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    with restored_on_error(), autocast:
         try:
             yield
         except CommunicationError as error:

@@ -87,6 +87,8 @@ class EPHandle:
         channel_linked_list: hybrid topologies of DeepEP only.
         origin: numbers of the embedded buffer and of the dispatch that made the handle.
         recv_topk_idx: what the embedded buffer's token layout received, for its cached dispatches.
+        sent: int64 ``[3, S]``, token, destination rank and lane of each row that the embedded buffer sent.
+        sent_counts: its rows for each rank.
     """
 
     do_expand: bool
@@ -107,6 +109,8 @@ class EPHandle:
     channel_linked_list: Tensor | None = None
     origin: tuple[int, int] = field(default=(-1, -1), kw_only=True)
     recv_topk_idx: Tensor | None = field(default=None, kw_only=True)
+    sent: Tensor | None = field(default=None, kw_only=True)
+    sent_counts: list[int] = field(default_factory=list, kw_only=True)
 
 
 class HandleSkeleton(NamedTuple):

@@ -237,8 +237,12 @@ class EmbeddedElasticBuffer:
             )
             wire = rows.dispatch_format(request)
             call = request.describe(wire.row_bytes)
-            to = layout.destinations(request.topk_idx, request.num_experts, self.num_ranks)
-            counts = to.counts.tolist()
+            to = (
+                layout.destinations(request.topk_idx, request.num_experts, self.num_ranks)
+                if handle is None
+                else _sent(handle)
+            )
+            counts = to.counts
         except Exception as error:  # whatever it is, the peers are waiting to hear of it
             failure = error
         counts_in = exchange.headers(call, counts, failure)
@@ -340,8 +344,11 @@ class EmbeddedElasticBuffer:
         counts_in = exchange.headers(call, counts, failure)
         back = wire.views(exchange.payload(sent, counts, counts_in))
         num_tokens, num_topk = handle.topk_idx.shape
-        awaited = layout.destinations if request.reduce_first else layout.selections
-        to = awaited(handle.topk_idx, handle.num_experts, self.num_ranks)
+        to = (
+            _sent(handle)
+            if request.reduce_first
+            else layout.selections(handle.topk_idx, handle.num_experts, self.num_ranks)
+        )
         combined = layout.sum_rows(back["x"], to.table(num_tokens, num_topk), bias=request.bias)
         weights = None
         if request.weights is not None:
@@ -365,6 +372,12 @@ def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     """A buffer of the given ``BufferSpec`` fields. Collective over the group."""
     buffer = EmbeddedElasticBuffer(group, explicitly_destroy=True, **sizes)
     return BuiltBuffer(buffer, buffer.report_failure, EmbeddedElasticBuffer)
+
+
+def _sent(handle: EPHandle) -> layout.Destinations:
+    assert handle.sent is not None
+    token, rank, lane = handle.sent.unbind()
+    return layout.Destinations(token, rank, lane, handle.sent_counts)
 
 
 def _event(asynchronous: bool) -> EventOverlap:

@@ -63,13 +63,13 @@ class Destinations(NamedTuple):
         token: int64 ``[S]``, the row of ``x``.
         rank: int64 ``[S]``, where it goes.
         lane: int64 ``[S]``, the lane that tags it when it comes back.
-        counts: int64 ``[R]``, rows for each rank.
+        counts: rows for each rank.
     """
 
     token: Tensor
     rank: Tensor
     lane: Tensor
-    counts: Tensor
+    counts: list[int]
 
     def table(self, num_tokens: int, num_topk: int) -> Tensor:
         """int64 ``[T, K]``: number of the row that a token gets back at each lane, or -1."""
@@ -100,7 +100,7 @@ def destinations(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Destinat
     master = master[:, :num_ranks]
     sent = master >= 0
     rank, token = sent.t().nonzero().unbind(1)
-    return Destinations(token, rank, master[token, rank], sent.sum(0))
+    return Destinations(token, rank, master[token, rank], sent.sum(0).tolist())
 
 
 def selections(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Destinations:
@@ -108,7 +108,7 @@ def selections(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Destinatio
     owner = owners(topk_idx, num_experts, num_ranks)
     token, lane = (owner < num_ranks).nonzero().unbind(1)
     rank, order = torch.sort(owner[token, lane], stable=True)
-    return Destinations(token[order], rank, lane[order], torch.bincount(rank, minlength=num_ranks))
+    return Destinations(token[order], rank, lane[order], torch.bincount(rank, minlength=num_ranks).tolist())
 
 
 def align_counts(counts: Tensor, alignment: int) -> Tensor:
@@ -246,16 +246,18 @@ def _sum_rows_by_line(rows: Tensor, table: Tensor) -> Tensor:
     first = torch.zeros(table.shape[0] + 1, dtype=torch.int64)
     torch.cumsum(valid.sum(1), 0, out=first[1:])
     column = table[valid].long()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        ones = torch.sparse_csr_tensor(
-            first,
-            column,
-            torch.ones(len(column), dtype=rows.dtype),
-            (table.shape[0], rows.shape[0]),
-            check_invariants=False,
-        )
+    _expect_sparse_warning()
+    size = (table.shape[0], rows.shape[0])
+    ones = torch.sparse_csr_tensor(first, column, rows.new_ones(len(column)), size, check_invariants=False)
     return torch.sparse.mm(ones, rows, "sum")  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _expect_sparse_warning() -> None:
+    """PyTorch says once a process that sparse CSR tensors are in beta; take that here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
 
 
 def _sum_rows_by_column(rows: Tensor, table: Tensor, bias: tuple[Tensor, ...]) -> Tensor:

@@ -56,10 +56,12 @@ def pack_tokens(exchange: Exchange, request: DispatchRequest, wire: RowFormat, t
     sent = exchange.staging("sent", len(to.token), wire.row_bytes, request.x.device)
     fields = wire.views(sent)
     layout.gather_rows(request.x, to.token, out=fields["x"])
-    small = {"scales": request.scales, "topk_idx": request.topk_idx.clamp_min(-1), "weights": request.weights}
-    for name, values in small.items():
-        if values is not None and name in fields:
-            fields[name].copy_(values[to.token])
+    if request.scales is not None:
+        fields["scales"].copy_(request.scales[to.token])
+    if "topk_idx" in fields:
+        torch.index_select(request.topk_idx.clamp_min(-1).int(), 0, to.token, out=fields["topk_idx"])
+    if request.weights is not None:
+        torch.index_select(request.weights, 0, to.token, out=fields["weights"])
     if "token" in fields:
         fields["token"].copy_(to.token[:, None])
     return sent
@@ -102,9 +104,9 @@ def make_handle(
         poison(metadata[num_rows:])
         if not request.do_expand:
             poison(metadata[:, 2:])
-    start = to.counts.cumsum(0) - to.counts
+    sent_counts = torch.tensor(to.counts, device=device)
     slot_idx = torch.full_like(request.topk_idx, -1, dtype=torch.int32)
-    running = torch.arange(len(to.token), device=device) - start[to.rank]
+    running = torch.arange(len(to.token), device=device) - (sent_counts.cumsum(0) - sent_counts)[to.rank]
     slot_idx[to.token, to.lane] = (rank * ceiling + running).int()
     ends = aligned.cumsum(0)
     return EPHandle(
@@ -123,6 +125,8 @@ def make_handle(
         recv_src_metadata=metadata,
         dst_buffer_slot_idx=slot_idx,
         origin=origin,
+        sent=torch.stack([to.token, to.rank, to.lane]),
+        sent_counts=to.counts,
     )
 
 
