@@ -171,7 +171,7 @@ def place(
             slots[unfilled] = poisoned
         if do_zero_padding and len(gaps):
             layout.lanes(slots).index_fill_(0, gaps, 0)
-        placed[name] = slots.squeeze(1) if name == "weights" else slots
+        placed[name] = slots.squeeze(1).clone() if name == "weights" else slots  # what is returned is no view
     return placed
 
 
