@@ -99,9 +99,9 @@ class FlexTokenDispatcher:
         expert = self.layout == "expert"
         try:
             recv_x, recv_idx, recv_weights, counts, handle = fused_dispatch(
-                x.reshape(-1, x.shape[-1]),
-                topk_idx.reshape(-1, topk_idx.shape[-1]),
-                topk_weights.reshape(-1, topk_weights.shape[-1]),
+                _flat(x),
+                _flat(topk_idx),
+                _flat(topk_weights),
                 self.num_experts,
                 self.group,
                 self.async_finish,
@@ -177,3 +177,10 @@ class FlexTokenDispatcher:
         if self.name is None or str(error).startswith(f"{self.name}: "):
             return error
         return type(error)(f"{self.name}: {error}")
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """``[..., H]`` as ``[T, H]``; anything else is left for the checks of the call."""
+    if not isinstance(tensor, Tensor) or tensor.dim() in (0, 2):
+        return tensor
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])

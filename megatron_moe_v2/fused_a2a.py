@@ -46,13 +46,13 @@ Delivered = tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]
 def _eager(function: _F) -> _F:
     """A graph break around ``function`` under ``torch.compile``, which is imported at the first call, not before."""
 
-    @functools.cache
-    def disabled() -> Any:
-        return torch.compiler.disable(function)
+    disabled: list[Any] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return disabled()(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return cast(_F, call)
 
@@ -138,7 +138,7 @@ def fused_dispatch(
     group = resolve_group(group)
     try:
         _check_tensors(x, token_indices, token_probs, layout, expert_alignment)
-    except MoEError as error:
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         pool.fail(group, "dispatch", error)
     entry = pool.obtain(
         group, hidden=x.shape[1], num_topk=token_indices.shape[1], num_max_tokens_per_rank=num_max_tokens_per_rank
@@ -216,7 +216,7 @@ def fused_combine(
         _check_handle(x, group, handle)
     except BufferClosedError:
         raise
-    except MoEError as error:
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         pool.fail(group, "combine", error)
     call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
     if call.entry.check:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import agree, is_registered, post_failure
 from .buffers import Backend, choose, constructor_of
 from .buffers.contract import BuiltBuffer, ElasticBufferLike, buffer_bytes
-from .errors import BackendError, BufferClosedError, CaptureError, InputError, MoEError
+from .errors import BackendError, BufferClosedError, CaptureError, InputError, MissingRankError, MoEError
 from .heartbeat import heartbeat
 from .probe import probe
 from .settings import TUNE, VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
@@ -212,7 +212,10 @@ class BufferPool:
     ) -> PooledBuffer:
         """The buffer for these sizes; built now, collectively over the group, if there is none."""
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
-        entry = self._find(group, *wish) if self.pinned else None
+        try:
+            entry = self._find(group, *wish) if self.pinned else None
+        except InputError as error:
+            self.fail(group, "buffer lookup", error)
         if entry is None:
             entry = self._build(group, wish, num_sms)
         else:
@@ -220,10 +223,17 @@ class BufferPool:
         self._last[group] = entry
         return entry
 
-    def fail(self, group: dist.ProcessGroup, operation: str, error: MoEError) -> NoReturn:
-        """Collective over the group: raise ``error`` before it is known which buffer the call is for."""
+    def fail(self, group: dist.ProcessGroup, operation: str, error: Exception) -> NoReturn:
+        """Collective over the group: raise ``error`` before it is known which buffer the call is for.
+
+        Where a buffer of the group lives, the other ranks are taken to be in a call of one, and to compare it first
+        where calls are compared. They are waited for no longer than an agreement.
+        """
+        if not isinstance(error, MoEError):
+            untyped, error = error, InputError(f"{operation}: {type(error).__name__}: {error}")
+            error.__cause__ = untyped
         entry = self._last.get(group)
-        if entry is not None and not entry.closed:
+        if entry is not None and not entry.closed and not entry.check:
             entry.fail(operation, error)
         agree(group, operation, {}, timeout=agreement_timeout(), failure=error)
         raise error
@@ -283,7 +293,13 @@ class BufferPool:
             proposal = {"num_sms": settings.num_sms or num_sms or self.wished_num_sms}
         except MoEError as error:
             failure = error
-        decided = agree(group, "buffer construction", facts, timeout=timeout, failure=failure, decide=proposal)
+        try:
+            decided = agree(group, "buffer construction", facts, timeout=timeout, failure=failure, decide=proposal)
+        except MissingRankError as missing:
+            last = self._last.get(group)
+            if last is None or last.closed:
+                raise
+            last.fail("buffer construction", missing)  # the missing may be in a call of a buffer that they have
         logger.info(
             "building %s for %s, %d bytes, because %s",
             backend.class_name,

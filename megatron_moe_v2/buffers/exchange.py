@@ -7,20 +7,27 @@ is exchanged.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 import zlib
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CommunicationError, MoEError, RankMismatchError, from_wire, rank_table, to_wire
+from ..errors import CommunicationError, RankMismatchError, from_wire, rank_table, to_wire
+from ..settings import agreement_timeout
 from .layout import empty_rows, lanes
 
 __all__ = ["Exchange", "Field", "RowFormat"]
 
 _MAGIC = 0x4D6F4532
 _TEXT_BYTES = 2048
+
+_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Calls so far by group: one count for all its buffers, so that ranks stay in step with different ones too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,7 @@ class Exchange:
         self.num_ranks = group.size()
         self.rank = group.rank()
         self._host = torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
-        self._sequence = 0
+        self._sequence = _sequences.setdefault(group, itertools.count(1))
         self._staging: dict[str, Tensor] = {}
 
     def headers(self, call: str, rows: list[int], failure: Exception | None = None) -> list[int]:
@@ -85,11 +92,16 @@ class Exchange:
             if failure is not None:
                 raise failure
             return list(rows)
-        self._sequence += 1
-        call = f"call {self._sequence}: {call}"
-        same = [_MAGIC if failure is None else -_MAGIC, self._sequence, zlib.crc32(call.encode())]
+        sequence = next(self._sequence)
+        call = f"call {sequence}: {call}"
+        same = [_MAGIC if failure is None else -_MAGIC, sequence, zlib.crc32(call.encode())]
         sent = torch.tensor([[*same, count] for count in (rows if failure is None else [0] * self.num_ranks)])
-        got = self._all_to_all(sent, call).tolist()
+        try:
+            got = self._all_to_all(sent, call, None if failure is None else agreement_timeout()).tolist()
+        except CommunicationError:
+            if failure is None:
+                raise
+            raise failure from None  # nobody waited for this rank
         if failure is not None or any(header[:3] != same for header in got):
             self._raise_together(call, failure)
         return [header[3] for header in got]
@@ -107,10 +119,10 @@ class Exchange:
         calls = rank_table({rank: received[1:] for rank, received in enumerate(texts)})
         raise RankMismatchError(f"ranks make different calls:\n{calls}")
 
-    def _all_to_all(self, sent: Tensor, call: str) -> Tensor:
+    def _all_to_all(self, sent: Tensor, call: str, timeout: float | None = None) -> Tensor:
         sent = sent.to(self._host)
         got = torch.empty_like(sent)
-        self._run(got, sent, None, None, call)
+        self._run(got, sent, None, None, call, timeout)
         return got.cpu()
 
     def payload(self, sent: Tensor, rows_out: list[int], rows_in: list[int], into: Tensor | None = None) -> Tensor:
@@ -124,11 +136,20 @@ class Exchange:
         self._run(lanes(got), lanes(sent), rows_in, rows_out, "the payload")
         return got
 
-    def _run(self, got: Tensor, sent: Tensor, rows_in: list[int] | None, rows_out: list[int] | None, call: str) -> None:
+    def _run(
+        self,
+        got: Tensor,
+        sent: Tensor,
+        rows_in: list[int] | None,
+        rows_out: list[int] | None,
+        call: str,
+        timeout: float | None = None,
+    ) -> None:
+        """All-to-all, of at most ``timeout`` seconds where the peers may not come."""
         try:
-            dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group)
-        except MoEError:
-            raise
+            work = dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group, async_op=timeout is not None)
+            if work is not None and timeout is not None:
+                work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.num_ranks} lost its peers in {call}",
