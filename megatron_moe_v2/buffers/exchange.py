@@ -29,6 +29,9 @@ _TEXT_BYTES = 2048
 _sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Calls so far by group: one count for all its buffers, so that ranks stay in step with different ones too."""
 
+_unanswered: list[tuple[object, Tensor, Tensor]] = []
+"""Reports of failures that no peer waited for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
@@ -149,7 +152,9 @@ class Exchange:
         try:
             work = dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group, async_op=timeout is not None)
             if work is not None and timeout is not None:
+                _unanswered.append((work, got, sent))  # gloo may still write there after the time-out
                 work.wait(timedelta(seconds=timeout))
+                _unanswered.pop()
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.num_ranks} lost its peers in {call}",
