@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 FALLBACK_NUM_SMS = 24
 """SM count where DeepEP can make no estimate: within a few percent of its best dispatch at two ranks over NVLink."""
 
+Wish = tuple[int, int | None, int | None, bool]
+"""Hidden, top-k, ceiling and FP8, as asked for."""
+
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -197,6 +200,7 @@ class BufferPool:
         self.constructions = 0
         self.wished_num_sms = 0
         self._entries: dict[tuple[dist.ProcessGroup, BufferSpec], PooledBuffer] = {}
+        self._found: dict[tuple[dist.ProcessGroup, Wish], PooledBuffer] = {}
         self._last: dict[dist.ProcessGroup, PooledBuffer] = {}
         self._seen_environment = snapshot()
 
@@ -212,14 +216,16 @@ class BufferPool:
     ) -> PooledBuffer:
         """The buffer for these sizes; built now, collectively over the group, if there is none."""
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
-        try:
-            entry = self._find(group, *wish) if self.pinned else None
-        except InputError as error:
-            self.fail(group, "buffer lookup", error)
-        if entry is None:
-            entry = self._build(group, wish, num_sms)
-        else:
-            self._warn_of_changes()
+        entry = self._found.get((group, wish))
+        if entry is None or entry.closed or not is_registered(group):
+            try:
+                entry = self._find(group, *wish) if self.pinned else None
+            except InputError as error:
+                self.fail(group, "buffer lookup", error)
+            if entry is None:
+                entry = self._build(group, wish, num_sms)
+            self._found[group, wish] = entry
+        self._warn_of_changes()
         self._last[group] = entry
         return entry
 
@@ -245,6 +251,7 @@ class BufferPool:
 
     def _drop(self, key: tuple[dist.ProcessGroup, BufferSpec], *, abort: bool) -> None:
         entry = self._entries.pop(key)
+        self._found = {wish: found for wish, found in self._found.items() if found is not entry}
         if self._last.get(key[0]) is entry:
             del self._last[key[0]]
         if not self._entries:
@@ -266,9 +273,7 @@ class BufferPool:
                 return entry
         return None
 
-    def _build(
-        self, group: dist.ProcessGroup, wish: tuple[int, int | None, int | None, bool], num_sms: int
-    ) -> PooledBuffer:
+    def _build(self, group: dist.ProcessGroup, wish: Wish, num_sms: int) -> PooledBuffer:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a buffer cannot be built inside a CUDA graph capture", fix="Call prepare_buffer() before the capture."

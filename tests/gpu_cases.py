@@ -307,7 +307,7 @@ def v1_equals_megatron(rank: int, world: int) -> dict[str, bool] | None:
             recv_x, recv_idx, recv_w, counts, handle = module.fused_dispatch(  # type: ignore[attr-defined]
                 leaf, idx, leaf_weights, E, dist.group.WORLD, async_finish=True, allocate_on_comm_stream=True
             )
-            rows = recv_x * recv_w.sum(-1, keepdim=True).to(recv_x.dtype)
+            rows = recv_x * (recv_w * 1.5).sum(-1, keepdim=True).to(recv_x.dtype)
             y, _ = module.fused_combine(  # type: ignore[attr-defined]
                 rows, dist.group.WORLD, handle, async_finish=True, allocate_on_comm_stream=True
             )

@@ -87,17 +87,13 @@ def misuse(rank: int, world: int) -> Seen:
     from megatron_moe_v2.pool import pool
 
     seen: Seen = {}
-    graph = torch.cuda.CUDAGraph()
 
     def capture(action: Callable[[], Any]) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            graph.capture_begin()
-            try:
-                action()
-            finally:
-                graph.capture_end()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
+            action()
+        graph.replay()
+        torch.cuda.synchronize()
 
     _attempt(seen, "capture before prepare", lambda: capture(lambda: prepare_buffer(hidden=H, num_topk=K)))
     entry = prepare_buffer(hidden=H, num_topk=K)
@@ -114,8 +110,6 @@ def misuse(rank: int, world: int) -> Seen:
     torch.cuda.synchronize()
     dist.barrier()
     _attempt(seen, "capture after prepare", lambda: capture(static))
-    graph.replay()
-    torch.cuda.synchronize()
     _works()
     seen["constructions"] = (str(pool.constructions), "", 0.0)
     overlap = deep_ep.EventOverlap(deep_ep.EventHandle())

@@ -178,12 +178,14 @@ class _Crew:
             self.close()
             raise RemoteError(ready)
 
-    def call(self, job: Job, args: tuple[Any, ...], timeout: float) -> tuple[list[Any], list[float]]:
+    def call(
+        self, job: Job, args: tuple[Any, ...], timeout: float, grace: float = GRACE_SECS
+    ) -> tuple[list[Any], list[float]]:
         for worker in self.workers:
             worker.send((job, args))
-        return self.gather(timeout)
+        return self.gather(timeout, grace)
 
-    def gather(self, timeout: float) -> tuple[list[Any], list[float]]:
+    def gather(self, timeout: float, grace: float = GRACE_SECS) -> tuple[list[Any], list[float]]:
         """Per rank the answer or a :class:`Failure`, and the seconds to it."""
         start = time.monotonic()
         deadline = start + timeout
@@ -197,7 +199,7 @@ class _Crew:
                 answers[worker.rank] = answer = worker.receive()
                 seconds[worker.rank] = time.monotonic() - start
                 if isinstance(answer, Failure):
-                    deadline = min(deadline, time.monotonic() + GRACE_SECS)
+                    deadline = min(deadline, time.monotonic() + grace)
         for worker in pending.values():
             answers[worker.rank] = worker.stack()
         return answers, seconds
@@ -266,6 +268,7 @@ class Launch:
         timeout: float = 60.0,
         init: bool = True,
         env: Mapping[str, str] | None = None,
+        grace: float = GRACE_SECS,
     ) -> list[Outcome]:
         """Call ``job(rank, world, *args)`` on ``world`` new processes and report how each ended.
 
@@ -273,9 +276,10 @@ class Launch:
             timeout: seconds for the call; what is left then is killed.
             init: whether the default group exists when ``job`` starts.
             env: additions to the environment, the same for all ranks.
+            grace: seconds that the other ranks get once one has failed.
         """
         crew = _Crew(world, "fresh", init=init, env=env)
-        answers, seconds = crew.call(job, args, timeout)
+        answers, seconds = crew.call(job, args, timeout, grace)
         patience = 0.0 if any(isinstance(a, Failure) and a.type_name == "Hung" for a in answers) else 5.0
         codes = crew.close(patience)
         return [

@@ -59,7 +59,7 @@ def test_too_many_rows_on_one_rank() -> None:
 
 
 def test_a_killed_rank_is_named() -> None:
-    survivor, dead = Launch.fresh(2, gpu_faults.killed, init=False, timeout=120, env=gpu_cases.ENVIRONMENT)
+    survivor, dead = Launch.fresh(2, gpu_faults.killed, init=False, timeout=120, env=gpu_cases.ENVIRONMENT, grace=60)
     assert dead.failure is not None
     assert survivor.failure is None, survivor.failure
     kind, text, seconds = survivor.value["killed"]
