@@ -96,26 +96,30 @@ def post_failure(group: dist.ProcessGroup, number: int, error: Exception) -> Non
     It is for ranks that will wait for it in vain, see :func:`posted_failure`.
     """
     if group.size() > 1:
-        report = {"rank": dist.get_rank(), "number": number, "error": to_wire(error)}
-        dist.distributed_c10d._get_default_store().set(_failure_key(group), json.dumps(report))
+        report = {"number": number, "error": to_wire(error)}
+        try:
+            dist.distributed_c10d._get_default_store().set(_failure_key(group, dist.get_rank()), json.dumps(report))
+        except RuntimeError as lost:  # the error itself matters more
+            logger.debug("no word could be left in the store: %s", lost)
 
 
 def posted_failure(group: dist.ProcessGroup, number: int) -> MoEError | None:
     """Another rank's posted failure from operation ``number`` on, as an error of its type, or None. Never raises."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        if group.size() == 1 or not store.check([_failure_key(group)]):
-            return None
-        report = json.loads(store.get(_failure_key(group)))
-    except RuntimeError:
-        return None
-    if report["rank"] == dist.get_rank() or report["number"] < number:
-        return None
-    return from_wire(report["error"], report["rank"])
+        for rank in dist.get_process_group_ranks(group):
+            if rank == dist.get_rank() or not store.check([_failure_key(group, rank)]):
+                continue
+            report = json.loads(store.get(_failure_key(group, rank)))
+            if report["number"] >= number:
+                return from_wire(report["error"], rank)
+    except (RuntimeError, ValueError, KeyError) as lost:
+        logger.debug("no word could be read from the store: %s", lost)
+    return None
 
 
-def _failure_key(group: dist.ProcessGroup) -> str:
-    return f"megatron_moe_v2/{group.group_name}/failure"
+def _failure_key(group: dist.ProcessGroup, rank: int) -> str:
+    return f"megatron_moe_v2/{group.group_name}/failure/{rank}"
 
 
 _KINDS: dict[str, Callable[[str], MoEError]] = {"mismatch": RankMismatchError, "missing": MissingRankError}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .agreement import post_failure, posted_failure
-from .errors import CommunicationError, MoEError
+from .errors import CaptureError, CommunicationError
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
 from .streams import launch_arguments, restored_on_error
@@ -95,23 +95,38 @@ class Received(NamedTuple):
 
 @contextmanager
 def _communication(call: Call, operation: str, x: Tensor) -> Iterator[None]:
-    """Around a buffer call: no autocast inside, streams restored, and a failed collective explained and remembered."""
-    heartbeat.note(operation, x.shape)
-    kind = x.device.type
+    """Around a buffer call: no autocast inside, streams restored, and a failure explained, remembered and passed on."""
+    entry, kind = call.entry, x.device.type
+    _refuse_in_capture(entry, operation, x)
+    heartbeat.note(entry.group, operation, x.shape)
     autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
     with restored_on_error(), autocast:
         try:
             yield
+            if entry.broken:
+                entry.broken = False  # all ranks are in step again
         except CommunicationError as error:
-            call.entry.broken = True
-            posted = posted_failure(call.entry.group, heartbeat.number - 1)
-            if posted is None and call.entry.backend.name != "embedded":
-                posted = CommunicationError(f"{error}\n{heartbeat.report(call.entry.group)}")
-            raise posted or error from error
-        except MoEError as error:
-            if call.entry.backend.name != "embedded":
-                post_failure(call.entry.group, heartbeat.number, error)
+            entry.broken = True
+            if entry.backend.name == "embedded":
+                raise
+            posted = posted_failure(entry.group, heartbeat.number(entry.group) - 1)
+            raise posted or CommunicationError(f"{error}\n{heartbeat.report(entry.group)}") from error
+        except Exception as error:
+            if entry.backend.name != "embedded":
+                entry.broken = True  # the others will time out, and then make no collective with this rank
+                post_failure(entry.group, heartbeat.number(entry.group), error)
             raise
+
+
+def _refuse_in_capture(entry: PooledBuffer, operation: str, x: Tensor) -> None:
+    """A call that synchronises the host cannot be captured; every embedded one does."""
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return
+    if entry.backend.name == "embedded" or operation == "dispatch":
+        raise CaptureError(
+            f"{operation} on {entry.backend.class_name} waits for counts on the host and cannot be captured",
+            fix="Keep it outside the CUDA graph.",
+        )
 
 
 def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Received, Any]:

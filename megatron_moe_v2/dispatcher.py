@@ -110,7 +110,10 @@ class FlexTokenDispatcher:
                 expert_alignment=self.expert_alignment if expert else 1,
             )
         except MoEError as error:
-            raise self._named(error) from error
+            named = self._named(error)
+            if named is error:
+                raise
+            raise named from error
         slots, padded = None, handle.padded_tokens_per_expert
         if recv_idx is not None:
             padded = align_counts(padded, self.expert_alignment)
@@ -158,19 +161,23 @@ class FlexTokenDispatcher:
         Returns:
             ``[..., H]``, the shape of the dispatched ``x``.
         """
-        if apply_weights and expert_output.shape[:1] == dispatched.weights.shape:
-            expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
         try:
+            rows = len(dispatched.tokens)
+            if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or len(expert_output) != rows:
+                got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
+                pool.fail(self.group, "combine", InputError("expert_output", got=got, expected=f"[{rows}, H]"))
+            if apply_weights:
+                expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
             if dispatched.slots is not None:
-                if len(expert_output) != len(dispatched.tokens):
-                    error = InputError("rows of expert_output", got=len(expert_output), expected=len(dispatched.tokens))
-                    pool.fail(self.group, "combine", error)
                 expert_output = sum_over_experts(expert_output, dispatched.slots)
             combined, _ = fused_combine(
                 expert_output, self.group, dispatched.handle, self.async_finish, self.allocate_on_comm_stream
             )
         except MoEError as error:
-            raise self._named(error) from error
+            named = self._named(error)
+            if named is error:
+                raise
+            raise named from error
         return combined if len(dispatched.shape) == 2 else combined.view(*dispatched.shape[:-1], combined.shape[-1])
 
     def _named(self, error: MoEError) -> MoEError:

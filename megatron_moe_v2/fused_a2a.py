@@ -21,7 +21,7 @@ from .autograd import FusedCombine, FusedDispatch
 from .communication import Call, DispatchHandle
 from .errors import BufferClosedError, HandleError, InputError, MoEError
 from .overlap import Pending, launch_pending_combine, launch_pending_dispatch
-from .pool import Group, PooledBuffer, pool, resolve_group
+from .pool import Group, pool, resolve_group
 from .probe import probe
 from .settings import agreement_timeout
 
@@ -152,8 +152,7 @@ def fused_dispatch(
         allocate_on_comm_stream=allocate_on_comm_stream,
     )
     if entry.check:
-        _refuse_dropped(entry)
-        _compare("dispatch", call, x, token_probs, experts=_index_error(token_indices, num_experts))
+        _compare("dispatch", call, x, token_probs, failure=_index_error(token_indices, num_experts))
     if not wait:
         return launch_pending_dispatch(replace(call, async_finish=True), x, token_indices, token_probs)
     return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-untyped-call, no-any-return]
@@ -220,7 +219,6 @@ def fused_combine(
         pool.fail(group, "combine", error)
     call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
     if call.entry.check:
-        _refuse_dropped(call.entry)
         _compare("combine", call, x)
     if not wait:
         return launch_pending_combine(replace(call, async_finish=True), x, handle)
@@ -296,14 +294,13 @@ def _index_error(idx: Tensor, num_experts: int) -> MoEError | None:
     return None
 
 
-def _refuse_dropped(entry: PooledBuffer) -> None:
-    dropped, entry.dropped = entry.dropped, None
-    if dropped is not None:
-        raise InputError(f"an earlier {dropped} with wait=False was dropped", fix="Call wait() on what it returned.")
-
-
-def _compare(operation: str, call: Call, *tensors: Tensor, experts: MoEError | None = None) -> None:
+def _compare(operation: str, call: Call, *tensors: Tensor, failure: MoEError | None = None) -> None:
     """What ``MCORE_DEEPEP_V2_CHECK=1`` adds: this call compared between all ranks. Collective over the group."""
+    dropped, call.entry.dropped = call.entry.dropped, None
+    if dropped is not None:
+        failure = InputError(
+            f"an earlier {dropped} with wait=False was dropped", fix="Call wait() on what it returned."
+        )
     facts = {
         "num_experts": call.num_experts,
         "expert_layout": call.expert_layout,
@@ -312,4 +309,4 @@ def _compare(operation: str, call: Call, *tensors: Tensor, experts: MoEError | N
         "dtype": str(tensors[0].dtype),
         "gradients": [torch.is_grad_enabled() and one.requires_grad for one in tensors],
     }
-    agree(call.entry.group, operation, facts, timeout=agreement_timeout(), failure=experts)
+    agree(call.entry.group, operation, facts, timeout=agreement_timeout(), failure=failure)

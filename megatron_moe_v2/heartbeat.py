@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -28,16 +29,17 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._operation: tuple[int, str, tuple[int, ...]] = (0, "nothing", ())
+        self._numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
 
-    @property
-    def number(self) -> int:
-        """Operations launched so far."""
-        return self._operation[0]
+    def number(self, group: dist.ProcessGroup) -> int:
+        """Operations of the group launched so far."""
+        return self._numbers.get(group, 0)
 
-    def note(self, operation: str, shape: tuple[int, ...]) -> None:
-        """An operation is about to be launched."""
-        self._operation = (self._operation[0] + 1, operation, shape)
+    def note(self, group: dist.ProcessGroup, operation: str, shape: tuple[int, ...]) -> None:
+        """An operation of the group is about to be launched."""
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        self._operation = (number, operation, shape)
 
     def start(self) -> None:
         """Begin to post; a second call does nothing. Needs the default process group."""

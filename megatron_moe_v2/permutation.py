@@ -76,14 +76,7 @@ class _Group(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
         grad_x, grad_topk = layout.sum_rows(grad.contiguous(), slots), layout.pick(grad_weights, slots)
-        return (
-            grad_x,
-            grad_topk,
-            None,
-            None,
-            None,
-            None,
-        )  # x, weights, local_idx, num_local_experts, alignment, num_slots
+        return grad_x, grad_topk, None, None, None, None  # x, weights, idx, experts, alignment, slots
 
 
 class _Ungroup(torch.autograd.Function):

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import agree, is_registered, post_failure
-from .buffers import Backend, choose, constructor_of
-from .buffers.contract import BuiltBuffer, ElasticBufferLike, buffer_bytes
+from .buffers import Backend, choose, constructor_of, precheck_of
+from .buffers.contract import LARGEST_NUM_TOPK, BuiltBuffer, ElasticBufferLike, buffer_bytes
 from .errors import BackendError, BufferClosedError, CaptureError, InputError, MissingRankError, MoEError
 from .heartbeat import heartbeat
 from .probe import probe
 from .settings import TUNE, VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
 
-__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "on_cuda", "pool", "resolve_group"]
+__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "on_cuda", "pool", "resolve_group", "typed"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,8 @@ class PooledBuffer:
             raise error
         if self._built.report_failure is not None:
             self._built.report_failure(operation, error)
-        post_failure(self.group, heartbeat.number, error)
+        self.broken = True  # the others will time out, and then make no collective with this rank
+        post_failure(self.group, heartbeat.number(self.group), error)
         raise error
 
     def num_sms_for(self, num_experts: int, num_topk: int, expert_layout: bool) -> int:
@@ -216,8 +217,11 @@ class BufferPool:
     ) -> PooledBuffer:
         """The buffer for these sizes; built now, collectively over the group, if there is none."""
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
+        if not is_registered(group):
+            self._purge()
+            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
         entry = self._found.get((group, wish))
-        if entry is None or entry.closed or not is_registered(group):
+        if entry is None or entry.closed:
             try:
                 entry = self._find(group, *wish) if self.pinned else None
             except InputError as error:
@@ -235,9 +239,7 @@ class BufferPool:
         Where a buffer of the group lives, the other ranks are taken to be in a call of one, and to compare it first
         where calls are compared. They are waited for no longer than an agreement.
         """
-        if not isinstance(error, MoEError):
-            untyped, error = error, InputError(f"{operation}: {type(error).__name__}: {error}")
-            error.__cause__ = untyped
+        error = typed(error, operation)
         entry = self._last.get(group)
         if entry is not None and not entry.closed and not entry.check:
             entry.fail(operation, error)
@@ -267,9 +269,9 @@ class BufferPool:
     ) -> PooledBuffer | None:
         assert self.pinned is not None
         spec = _spec(self.pinned, hidden, num_topk, ceiling, fp8)
-        for one in (spec, replace(spec, num_topk=0)):
+        for one in (spec, replace(spec, num_topk=0) if spec.num_topk <= LARGEST_NUM_TOPK else spec):
             entry = self._entries.get((group, one))
-            if entry is not None and not entry.closed and is_registered(group):
+            if entry is not None and not entry.closed:
                 return entry
         return None
 
@@ -280,7 +282,7 @@ class BufferPool:
             )
         self._purge()
         timeout = agreement_timeout()
-        failure: MoEError | None = None
+        failure: Exception | None = None
         facts: dict[str, Any] = {}
         proposal: dict[str, Any] = {}
         try:
@@ -289,15 +291,16 @@ class BufferPool:
             backend = choose(probe(), settings, on_cuda=on_cuda(group), num_ranks=group.size())
             if backend.name == "deepep_v2":
                 set_deepep_defaults(settings)
+            precheck_of(backend)(**asdict(spec))
             facts = {
                 "backend": backend.name,
                 "spec": asdict(spec),
                 "versions": {"torch": torch.__version__, **backend.versions},
-                "settings": {name: value for name, value in settings.as_dict().items() if name != "agree_secs"},
+                "settings": {name: value for name, value in settings.as_dict().items() if name not in _NOT_COMPARED},
             }
             proposal = {"num_sms": settings.num_sms or num_sms or self.wished_num_sms}
-        except MoEError as error:
-            failure = error
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = typed(error, "buffer construction")
         try:
             decided = agree(group, "buffer construction", facts, timeout=timeout, failure=failure, decide=proposal)
         except MissingRankError as missing:
@@ -318,7 +321,7 @@ class BufferPool:
             entry = PooledBuffer(group, spec, backend, built, num_sms=decided["num_sms"], check=settings.check)
         except MoEError as error:
             failure = error
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # as above; a library's own
             failure = BackendError(f"{backend.class_name} could not be built: {type(error).__name__}: {error}")
             failure.__cause__ = error
         try:
@@ -353,10 +356,23 @@ class BufferPool:
         self._seen_environment = now
 
 
+def typed(error: Exception, operation: str) -> MoEError:
+    """``error`` itself if it is one of ours, else an :class:`InputError` that names and causes it."""
+    if isinstance(error, MoEError):
+        return error
+    ours = InputError(f"{operation}: {type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours
+
+
+_NOT_COMPARED = ("agree_secs", "max_tokens_per_rank", "hidden", "num_topk")
+"""Settings that may differ between ranks: a time-out, and what the spec holds as it came out."""
+
+
 def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool) -> BufferSpec:
     for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
-        if value is not None and value < 1:
-            raise InputError(name, got=value, expected="at least 1")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InputError(name, got=repr(value), expected="an integer from 1")
     return BufferSpec(
         hidden=max(hidden, settings.hidden),
         num_topk=0 if num_topk is None else max(num_topk, settings.num_topk),

@@ -65,6 +65,8 @@ def prepare_buffer(
         CaptureError: inside a CUDA graph capture.
     """
     group = resolve_group(group)
+    if isinstance(layouts, str) or not set(layouts) <= {"token", "expert"}:
+        pool.fail(group, "warm-up", InputError("layouts", got=repr(layouts), expected='some of "token" and "expert"'))
     if warmup and (num_experts is None or num_topk is None):
         error = InputError("warmup", got=f"num_experts={num_experts}, num_topk={num_topk}", expected="both")
         pool.fail(group, "warm-up", error)

@@ -1,8 +1,8 @@
 """Every environment variable of the package, read and checked in one place.
 
 :func:`read` turns the environment into a frozen :class:`Settings`. Nothing else in the package reads the prefix
-``MCORE_DEEPEP_V2_``. Order of precedence everywhere: explicit argument, environment, what the caller's own
-configuration implies, default.
+``MCORE_DEEPEP_V2_``. Order of precedence: explicit argument, environment, what the caller's own configuration implies,
+default; the SM count alone is the user's through the environment first.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PREFIX = "MCORE_DEEPEP_V2_"
+
+_LEAST = {
+    "max_tokens_per_rank": 1,
+    "hidden": 0,
+    "num_topk": 0,
+    "num_sms": -1,
+    "num_qps": 0,
+    "cpu_timeout_secs": 1,
+    "gpu_timeout_secs": 1,
+    "agree_secs": 0.1,
+}
 
 BACKENDS = ("auto", "deepep_v2", "deepep_v1", "embedded")
 MODES = ("hybrid", "direct")
@@ -77,9 +88,9 @@ class Settings:
         for field, options in (("backend", BACKENDS), ("mode", MODES)):
             if getattr(self, field) not in options:
                 raise SettingsError(field, got=repr(getattr(self, field)), expected=", ".join(options))
-        for field, least in (("max_tokens_per_rank", 1), ("hidden", 0), ("num_topk", 0), ("num_sms", TUNE)):
+        for field, least in _LEAST.items():
             if getattr(self, field) < least:
-                raise SettingsError(field, got=getattr(self, field), expected=f"an integer from {least}")
+                raise SettingsError(field, got=getattr(self, field), expected=f"at least {least}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -69,7 +69,7 @@ setup_env() {
     if [ -n "${TORCH:-}" ] || ! torch_pin "$venv"; then
         # shellcheck disable=SC2086  # TORCH may hold options such as --index-url
         install "${TORCH:-torch==2.13.0} (a large download)" ${TORCH:-torch==2.13.0}
-        torch_pin "$venv" || fail "TORCH=$TORCH did not install PyTorch."
+        torch_pin "$venv" || fail "TORCH=${TORCH:-torch==2.13.0} did not install PyTorch."
     fi
     install "the package with [$extras]" --constraint "$venv/constraint.txt" --editable ".[$extras]"
     echo "$extras" >>"$venv/installed.txt"

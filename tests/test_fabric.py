@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_moe_v2 import BackendError, LimitError
 from megatron_moe_v2.buffers import fabric
 from megatron_moe_v2.settings import DEEPEP_DEFAULTS, Settings, set_deepep_defaults
-
-NO_GROUP = cast(dist.ProcessGroup, None)
 
 
 def sysfs(root: Path, kind: str | None) -> Path:
@@ -32,24 +29,23 @@ def test_rdma_kind(tmp_path: Path, kind: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "hybrid", "has_cap", "got"),
+    ("kind", "asked", "hybrid", "got"),
     [
-        ("efa", 0, True, False, 128),
-        ("efa", 0, True, True, 0),
-        ("efa", 0, False, False, 0),
-        ("efa", 64, True, False, 64),
-        ("infiniband", 0, True, False, 0),
-        ("infiniband", 500, True, False, 500),
-        (None, 0, True, False, 0),
+        ("efa", 0, True, 128),
+        ("efa", 0, False, 0),
+        ("efa", 64, True, 64),
+        ("infiniband", 0, True, 0),
+        ("infiniband", 500, True, 500),
+        (None, 0, True, 0),
     ],
 )
-def test_queue_pairs(tmp_path: Path, kind: str | None, asked: int, hybrid: bool, has_cap: bool, got: int) -> None:
-    assert fabric.allocated_qps(asked, has_cap=has_cap, hybrid=hybrid, sysfs=sysfs(tmp_path, kind)) == got
+def test_queue_pairs(tmp_path: Path, kind: str | None, asked: int, hybrid: bool, got: int) -> None:
+    assert fabric.allocated_qps(asked, hybrid=hybrid, sysfs=sysfs(tmp_path, kind)) == got
 
 
 def test_more_queue_pairs_than_efa_has(tmp_path: Path) -> None:
     with pytest.raises(LimitError, match=r"NUM_QPS.*129.*128"):
-        fabric.allocated_qps(129, has_cap=False, hybrid=True, sysfs=sysfs(tmp_path, "efa"))
+        fabric.allocated_qps(129, hybrid=True, sysfs=sysfs(tmp_path, "efa"))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +66,10 @@ def test_what_to_export(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if line is None:
-        fabric.check_single_host(NO_GROUP, sysfs(tmp_path, kind))
+        fabric.check_host(sysfs(tmp_path, kind))
         return
     with pytest.raises(BackendError, match=line):
-        fabric.check_single_host(NO_GROUP, sysfs(tmp_path, kind))
+        fabric.check_host(sysfs(tmp_path, kind))
 
 
 @pytest.mark.parametrize(("before", "allowed", "after"), [(None, True, "1"), (None, False, None), ("0", True, "0")])

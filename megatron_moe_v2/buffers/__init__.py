@@ -19,7 +19,7 @@ from ..errors import BackendError
 from ..probe import Probe
 from ..settings import Settings, name_of
 
-__all__ = ["Backend", "choose", "constructor_of"]
+__all__ = ["Backend", "choose", "constructor_of", "precheck_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def choose(probe_record: Probe, settings: Settings, *, on_cuda: bool, num_ranks:
                 fix=f"DeepEP runs on GPUs alone; set {variable} to auto or embedded.",
             )
         if asked == "deepep_v1" and num_ranks == 1:
+            _warn_once(_SINGLE)
             return _backend("embedded", _SINGLE, probe_record)
         return _backend(asked, f"{variable}={asked}: {reasons[asked]}", probe_record)
 
@@ -88,6 +89,7 @@ def choose(probe_record: Probe, settings: Settings, *, on_cuda: bool, num_ranks:
     if usable["deepep_v2"]:
         return _backend("deepep_v2", reasons["deepep_v2"], probe_record)
     if usable["deepep_v1"] and num_ranks == 1:
+        _warn_once(_SINGLE)
         return _backend("embedded", _SINGLE, probe_record)
     if usable["deepep_v1"]:
         return _backend("deepep_v1", f"no V2: {reasons['deepep_v2']}; V1: {reasons['deepep_v1']}", probe_record)
@@ -100,6 +102,12 @@ def constructor_of(backend: Backend) -> Callable[..., Any]:
     """``build(spec, ...)`` of the backend's module, which is imported here for the first time."""
     build: Callable[..., Any] = importlib.import_module(f".{backend.name}", __name__).build
     return build
+
+
+def precheck_of(backend: Backend) -> Callable[..., None]:
+    """What the backend checks on each host by itself before ranks build together; takes the ``BufferSpec`` fields."""
+    precheck: Callable[..., None] = importlib.import_module(f".{backend.name}", __name__).precheck
+    return precheck
 
 
 def _backend(name: str, reason: str, probe_record: Probe) -> Backend:

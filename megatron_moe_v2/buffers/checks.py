@@ -95,7 +95,7 @@ def check_constructor(num_bytes: int | None, num_max_tokens_per_rank: int, hidde
 
 def check_num_experts(num_experts: int | None, num_ranks: int) -> int:
     """Experts divide evenly over the ranks."""
-    if num_experts is None or num_experts <= 0 or num_experts % num_ranks:
+    if not isinstance(num_experts, int) or num_experts <= 0 or num_experts % num_ranks:
         raise InputError("num_experts", got=num_experts, expected=f"a positive multiple of the {num_ranks} ranks")
     return num_experts
 
@@ -236,10 +236,10 @@ def check_dispatch(
     check_rows(x.shape[0], ceiling)
     _check_size(buffer, ceiling, x.shape[1], topk_idx.shape[1])
     return DispatchRequest(
-        x=x,
+        x=x.detach(),
         scales=scales,
         topk_idx=topk_idx,
-        weights=topk_weights,
+        weights=None if topk_weights is None else topk_weights.detach(),
         num_experts=num_experts,
         num_max_tokens_per_rank=ceiling,
         expert_alignment=alignment,

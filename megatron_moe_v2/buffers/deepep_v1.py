@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import BufferClosedError, HandleError, InputError, LimitError
+from ..errors import BufferClosedError, InputError, LimitError
 from ..probe import probe
 from . import layout
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer, EPHandle
+from .deepep import bring_up, check_cached, check_dtype, check_event, translated
 
-__all__ = ["LegacyElasticBuffer", "LegacyHandle", "build"]
+__all__ = ["LegacyElasticBuffer", "LegacyHandle", "build", "precheck"]
 
 HIDDEN_MULTIPLE = 8
 """V1 moves rows in 16-byte pieces."""
@@ -37,18 +38,25 @@ class LegacyHandle(EPHandle):
         return tuple(vars(self)[f"v1_{index}"] for index in range(self.num_parts))
 
 
+def precheck(**sizes: Any) -> None:
+    """What V1 cannot honour of a spec.
+
+    Raises:
+        LimitError: FP8 or determinism.
+    """
+    if sizes["use_fp8_dispatch"] or sizes["deterministic"]:
+        raise LimitError("FP8 dispatch or determinism on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
+
+
 def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     """Build V1's buffer from ``BufferSpec`` fields. Collective over the group.
 
     Raises:
-        LimitError: V1 has no configuration for this number of ranks, or cannot honour the spec.
+        LimitError: V1 has no configuration for this number of ranks.
     """
     found = probe()
     assert found.Buffer is not None
-    if sizes["use_fp8_dispatch"] or sizes["deterministic"]:
-        raise LimitError("FP8 dispatch or determinism on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    torch.cuda.synchronize()
+    bring_up(group)
     num_ranks, row_bytes = group.size(), 2 * sizes["hidden"]
     try:
         configs = [found.Buffer.get_dispatch_config(num_ranks), found.Buffer.get_combine_config(num_ranks)]
@@ -108,16 +116,19 @@ class LegacyElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
         self._check_tokens(x)
+        self._use_num_sms(num_sms)
+        check_event(previous_event, self._handle, allocate_on_comm_stream)
         if do_cpu_sync is False and handle is None:
             raise LimitError("do_cpu_sync=False on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
         alignment = (expert_alignment or 1) if handle is None else handle.expert_alignment
         # Our own work on what was received runs on the current stream: only a bare token dispatch stays asynchronous.
-        bare = not do_expand and handle is None and alignment == 1
+        bare = not do_expand and alignment == 1 and (handle is None or topk_weights is None)
         asynchronous = async_with_compute_stream and bare
+        # V1 allocates on its own stream only in an asynchronous call.
         streams = {
-            "previous_event": self._overlap(previous_event) if previous_event is not None else None,
+            "previous_event": self._overlap(previous_event) if previous_event is not None and asynchronous else None,
             "async_finish": asynchronous,
-            "allocate_on_comm_stream": allocate_on_comm_stream,
+            "allocate_on_comm_stream": allocate_on_comm_stream and asynchronous,
         }
         if handle is not None:
             return self._cached(x, topk_weights, handle, streams, do_expand, do_zero_padding)
@@ -126,18 +137,21 @@ class LegacyElasticBuffer:
         ceiling = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         check_rows(x.shape[0], ceiling)
         num_local_experts = check_num_experts(num_experts, self.num_ranks) // self.num_ranks
-        per_rank, per_rdma_rank, per_expert, in_rank, event = self.raw.get_dispatch_layout(
-            topk_idx, num_experts, **streams
+        per_rank, per_rdma_rank, per_expert, in_rank, event = self._call(
+            self.raw.get_dispatch_layout, topk_idx, num_experts, **streams
         )
         streams["previous_event"] = event if event.event is not None else streams["previous_event"]
-        recv_x, recv_idx, recv_weights, counts, parts, event = self.raw.dispatch(
+        recv_x, recv_idx, recv_weights, counts, parts, event = self._call(
+            self.raw.dispatch,
             x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=topk_idx,
-            topk_weights=topk_weights,
+            topk_weights=topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32)
+            if topk_weights is None
+            else topk_weights,
             expert_alignment=alignment,
             **streams,
         )
@@ -153,6 +167,8 @@ class LegacyElasticBuffer:
             do_expand=do_expand,
             arrived=not asynchronous,
         )
+        if topk_weights is None:
+            recv_weights = None
         if not do_expand:
             return recv_x, recv_idx, recv_weights, made, event
         return self._expand(recv_x, recv_weights, made, do_zero_padding, event)
@@ -167,16 +183,13 @@ class LegacyElasticBuffer:
         do_zero_padding: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
         """V1's cached dispatch carries no indices and no weights: the handle has the ones, a second call the others."""
-        if x.shape[0] != handle.topk_idx.shape[0]:
-            raise HandleError("rows of x", got=x.shape[0], expected=f"the {handle.topk_idx.shape[0]} dispatched")
-        if do_expand and not handle.do_expand:
-            raise HandleError("do_expand with a handle of the token layout", fix="Dispatch with do_expand=True first.")
-        recv_x, _, _, _, _, event = self.raw.dispatch(x, handle=handle.parts(), **streams)
+        check_cached(x, handle, do_expand)
+        recv_x, _, _, _, _, event = self._call(self.raw.dispatch, x, handle=handle.parts(), **streams)
         recv_weights = None
         if topk_weights is not None:
             padded = torch.nn.functional.pad(topk_weights, (0, -topk_weights.shape[1] % 4))
-            received, _, _, _, _, event = self.raw.dispatch(
-                padded.view(torch.bfloat16), handle=handle.parts(), async_finish=False
+            received, _, _, _, _, event = self._call(
+                self.raw.dispatch, padded.view(torch.bfloat16), handle=handle.parts(), async_finish=False
             )
             recv_weights = received.view(torch.float32)[:, : topk_weights.shape[1]].contiguous()
         if do_expand:
@@ -257,6 +270,8 @@ class LegacyElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``, without bias. Collective over the group."""
         self._check_tokens(x)
+        self._use_num_sms(num_sms)
+        check_event(previous_event, self._handle, allocate_on_comm_stream)
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         ours = handle.do_expand or topk_weights is not None
         if handle.do_expand:
@@ -268,24 +283,34 @@ class LegacyElasticBuffer:
             topk_weights = topk_weights.masked_fill(handle.recv_topk_idx < 0, 0)
         if ours and previous_event is not None:
             previous_event = self.capture()
-        combined, weights, event = self.raw.combine(
+        combined, weights, event = self._call(
+            self.raw.combine,
             x,
             handle.parts(),
             topk_weights=topk_weights,
-            previous_event=self._overlap(previous_event) if previous_event is not None else None,
+            previous_event=self._overlap(previous_event)
+            if previous_event is not None and async_with_compute_stream
+            else None,
             async_finish=async_with_compute_stream,
-            allocate_on_comm_stream=allocate_on_comm_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream and async_with_compute_stream,
         )
         return combined, weights, event
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return translated(function, self.rank_idx, self.num_ranks, *args, **kwargs)
+
+    def _use_num_sms(self, num_sms: int) -> None:
+        """V1 keeps one even count for the whole process."""
+        if num_sms % 2:
+            raise LimitError("num_sms on DeepEP V1", got=num_sms, expected="an even number")
+        if num_sms and num_sms != self.raw.num_sms:
+            type(self.raw).set_num_sms(num_sms)
 
     def _check_tokens(self, x: Any) -> None:
         if self.raw is None:
             raise BufferClosedError("a call on a destroyed buffer", fix="Build a new buffer.")
         if isinstance(x, tuple):
             raise LimitError("FP8 rows on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
-        if not x.is_cuda:
-            raise InputError("device of x", got=x.device, expected="CUDA: DeepEP runs on GPUs alone")
-        if x.dtype != torch.bfloat16:
-            raise LimitError("dtype of x on DeepEP V1", got=x.dtype, expected=torch.bfloat16, fix="Cast the tokens.")
+        check_dtype(x, torch.bfloat16, "V1")
         if x.shape[1] % HIDDEN_MULTIPLE:
             raise LimitError("hidden on DeepEP V1", got=x.shape[1], expected=f"a multiple of {HIDDEN_MULTIPLE}")

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import BackendError, BufferClosedError, CommunicationError, HandleError, InputError, LimitError
+from ..errors import BufferClosedError, InputError, LimitError
 from ..probe import probe
 from ..settings import name_of
 from . import fabric
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer
+from .deepep import bring_up, check_cached, check_dtype, check_event, translated
 
-__all__ = ["GuardedElasticBuffer", "build", "padded_hidden"]
+__all__ = ["GuardedElasticBuffer", "build", "padded_hidden", "precheck"]
 
 HIDDEN_MULTIPLE = 256
 MAX_NUM_TOPK = 32
@@ -49,29 +50,27 @@ def padded_hidden(hidden: int) -> int:
     return padded
 
 
-def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
-    """Build DeepEP's buffer from ``BufferSpec`` fields. Collective over the group.
+def precheck(**sizes: Any) -> None:
+    """What this host alone can know before ranks build together.
 
     Raises:
-        BackendError: something that DeepEP needs is missing on this host; says what to set.
+        BackendError: something that DeepEP needs is missing here; says what to set.
         LimitError: it cannot carry these sizes.
     """
+    fabric.check_host()
+    padded_hidden(sizes["hidden"])
+    fabric.allocated_qps(sizes["num_allocated_qps"], hybrid=sizes["allow_hybrid_mode"])
+
+
+def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
+    """Build DeepEP's buffer from ``BufferSpec`` fields. Collective over the group."""
     found = probe()
     assert found.ElasticBuffer is not None
-    fabric.check_single_host(group)
     sizes["hidden"] = padded_hidden(sizes["hidden"])
-    sizes["num_allocated_qps"] = fabric.allocated_qps(
-        sizes["num_allocated_qps"], has_cap=False, hybrid=sizes["allow_hybrid_mode"]
-    )
-    _bring_up(group)
+    sizes["num_allocated_qps"] = fabric.allocated_qps(sizes["num_allocated_qps"], hybrid=sizes["allow_hybrid_mode"])
+    bring_up(group)
     raw = found.ElasticBuffer(group, explicitly_destroy=True, **sizes)
     return BuiltBuffer(GuardedElasticBuffer(raw, sizes["hidden"]), None, found.ElasticBuffer)
-
-
-def _bring_up(group: dist.ProcessGroup) -> None:
-    """Make the group's NCCL communicator exist: DeepEP reads its pointer, which is 0 before the first collective."""
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    torch.cuda.synchronize()
 
 
 class GuardedElasticBuffer:
@@ -118,14 +117,13 @@ class GuardedElasticBuffer:
         self._check_tokens(tokens, isinstance(x, tuple))
         self._check_streams(arguments)
         check_rows(tokens.shape[0], num_max_tokens_per_rank)
-        if handle is None:
-            assert topk_idx is not None
+        if handle is not None:
+            check_cached(tokens, handle, do_expand)
+        elif topk_idx is None:
+            raise InputError("topk_idx", got=None, expected="[T, K] where no handle is given")
+        else:
             self._check_experts(num_experts, topk_idx.shape[1])
             topk_idx = topk_idx.to(self._topk_idx_dtype)
-        elif do_expand and not handle.do_expand:
-            raise HandleError("do_expand with a handle of the token layout", fix="Dispatch with do_expand=True first.")
-        elif tokens.shape[0] != handle.topk_idx.shape[0]:
-            raise HandleError("rows of x", got=tokens.shape[0], expected=f"the {handle.topk_idx.shape[0]} dispatched")
         hidden = tokens.shape[1]
         received = self._call(
             self.raw.dispatch,
@@ -159,20 +157,13 @@ class GuardedElasticBuffer:
     def _check_tokens(self, x: Tensor, fp8: bool) -> None:
         if self.raw.runtime is None:
             raise BufferClosedError("a call on a destroyed buffer", fix="Build a new buffer.")
-        if not x.is_cuda:
-            raise InputError("device of x", got=x.device, expected="CUDA: DeepEP runs on GPUs alone")
-        wanted = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        if x.dtype != wanted:
-            raise LimitError("dtype of x on DeepEP V2", got=x.dtype, expected=wanted, fix="Cast the tokens before.")
+        check_dtype(x, torch.float8_e4m3fn if fp8 else torch.bfloat16, "V2")
         if x.shape[1] > self._hidden:
             raise LimitError("hidden", got=x.shape[1], expected=f"at most the {self._hidden} of the buffer")
 
     def _check_streams(self, arguments: dict[str, Any]) -> None:
         event, on_comm_stream = arguments.get("previous_event"), arguments.get("allocate_on_comm_stream")
-        if event is not None and not isinstance(event, self._event_type):
-            raise InputError("previous_event", got=type(event).__name__, expected="a raw EventHandle")
-        if event is not None and not on_comm_stream:
-            raise InputError("previous_event without allocate_on_comm_stream", fix="Set allocate_on_comm_stream=True.")
+        check_event(event, self._event_type, bool(on_comm_stream))
         if self._on_efa and arguments.get("async_with_compute_stream") and not on_comm_stream:
             raise LimitError("asynchronous finish on EFA without allocate_on_comm_stream", fix="Set both.")
 
@@ -198,25 +189,7 @@ class GuardedElasticBuffer:
             )
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            text = str(error)
-            if "CPU wait" in text:
-                raise CommunicationError(
-                    f"rank {self.raw.rank_idx} of {self.raw.num_ranks} waited in vain for another rank",
-                    got=text.splitlines()[0],
-                    fix="Look for the first error in the other ranks' logs.",
-                ) from error
-            if "CUDA error" in text:
-                raise CommunicationError(
-                    f"the CUDA context of rank {self.raw.rank_idx} is lost",
-                    got=text.splitlines()[0],
-                    fix="A kernel waited longer than the GPU time-out, or failed; this process can only end.",
-                ) from error
-            if "assert" in text.lower():
-                raise BackendError(f"DeepEP refused the call: {text.splitlines()[0]}") from error
-            raise
+        return translated(function, self.raw.rank_idx, self.raw.num_ranks, *args, **kwargs)
 
 
 def _pad(x: Tensor) -> Tensor:

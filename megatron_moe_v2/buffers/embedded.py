@@ -24,7 +24,7 @@ from .adversary import Adversary
 from .contract import BuiltBuffer, EPHandle, EventHandle, EventOverlap, buffer_bytes
 from .exchange import Exchange
 
-__all__ = ["EmbeddedElasticBuffer", "build"]
+__all__ = ["EmbeddedElasticBuffer", "build", "precheck"]
 
 _NUM_SMS = 4
 """What the SM queries answer: the least that the contract allows, since no kernel here is told an SM count."""
@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 class EmbeddedElasticBuffer:
-    """A buffer of ``torch.distributed`` calls. Construction is collective over the group.
+    """A buffer of ``torch.distributed`` calls. Every rank of the group must construct its own; nothing is exchanged.
 
     Args:
         group: the ranks that exchange tokens.
@@ -243,10 +243,12 @@ class EmbeddedElasticBuffer:
                 else _sent(handle)
             )
             counts = to.counts
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            sent = rows.pack_tokens(exchange, request, wire, to)
         except Exception as error:  # whatever it is, the peers are waiting to hear of it
             failure = error
         counts_in = exchange.headers(call, counts, failure)
-        sent = rows.pack_tokens(exchange, request, wire, to)
         in_place = None if self._adversary else rows.arrives_in_place(request, wire, sum(counts_in))
         into = None if in_place is None else in_place.view(torch.uint8)
         arrived = wire.views(exchange.payload(sent, counts, counts_in, into))
@@ -338,6 +340,8 @@ class EmbeddedElasticBuffer:
             )
             call = request.describe(handle)
             order = self._arrival_order(handle, request.num_recv_tokens)
+            if previous_event is not None:
+                previous_event.current_stream_wait()
             sent, wire, counts = rows.pack_partials(exchange, request, handle, order)
         except Exception as error:  # whatever it is, the peers are waiting to hear of it
             failure = error
@@ -366,6 +370,10 @@ class EmbeddedElasticBuffer:
     def _arrival_order(self, handle: EPHandle, num_rows: int) -> Tensor | None:
         """int64 ``[n]``: rows of the handle by source rank and token; None where they stand in that order already."""
         return handle.recv_src_metadata[:num_rows, 0].argsort() if self._adversary else None
+
+
+def precheck(**sizes: Any) -> None:
+    """Nothing can be wrong with one host alone."""
 
 
 def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:

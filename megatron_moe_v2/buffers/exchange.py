@@ -112,7 +112,13 @@ class Exchange:
     def _raise_together(self, call: str, failure: Exception | None) -> None:
         text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]
         sent = torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        got = self._all_to_all(sent.repeat(self.num_ranks, 1), call)
+        try:
+            got = self._all_to_all(sent.repeat(self.num_ranks, 1), call, agreement_timeout())
+        except CommunicationError as error:
+            raise failure or RankMismatchError(
+                "a call failed on another rank, which did not stay to say why",
+                fix="Look for the first error in the other ranks' logs.",
+            ) from error
         texts = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in got]
         if failure is not None:
             raise failure
@@ -152,9 +158,10 @@ class Exchange:
         try:
             work = dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group, async_op=timeout is not None)
             if work is not None and timeout is not None:
-                _unanswered.append((work, got, sent))  # gloo may still write there after the time-out
+                pending = (work, got, sent)
+                _unanswered.append(pending)  # gloo may still write there after the time-out
                 work.wait(timedelta(seconds=timeout))
-                _unanswered.pop()
+                _unanswered.remove(pending)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.num_ranks} lost its peers in {call}",

@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ..errors import BackendError, LimitError
 from ..settings import deepep_environment, name_of
 
-__all__ = ["allocated_qps", "check_single_host", "rdma_kind"]
+__all__ = ["allocated_qps", "check_host", "rdma_kind"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ def rdma_kind(sysfs: Path = Path("/sys")) -> str | None:
     return "infiniband"
 
 
-def check_single_host(group: dist.ProcessGroup, sysfs: Path = Path("/sys")) -> None:
+def check_host(sysfs: Path = Path("/sys")) -> None:
     """Refuse what DeepEP would only report from deep inside a construction.
 
     Raises:
@@ -49,12 +47,11 @@ def check_single_host(group: dist.ProcessGroup, sysfs: Path = Path("/sys")) -> N
         )
 
 
-def allocated_qps(asked: int, *, has_cap: bool, hybrid: bool, sysfs: Path = Path("/sys")) -> int:
+def allocated_qps(asked: int, *, hybrid: bool, sysfs: Path = Path("/sys")) -> int:
     """Queue pairs to ask DeepEP for; 0 leaves it to DeepEP, except on EFA.
 
     Args:
         asked: the setting.
-        has_cap: this DeepEP caps its own choice on EFA.
 
     Raises:
         LimitError: more than EFA has.
@@ -63,7 +60,7 @@ def allocated_qps(asked: int, *, has_cap: bool, hybrid: bool, sysfs: Path = Path
         return asked
     if asked > EFA_QPS:
         raise LimitError(name_of("num_qps"), got=asked, expected=f"at most {EFA_QPS} on EFA")
-    if asked or has_cap or not hybrid:
+    if asked or not hybrid:
         return asked
     logger.info("asking for %d queue pairs, all that EFA's shared ring has", EFA_QPS)
     return EFA_QPS
