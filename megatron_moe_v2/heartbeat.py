@@ -31,6 +31,7 @@ class Heartbeat:
         self._operation: tuple[int, str, tuple[int, ...]] = (0, "nothing", ())
         self._numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def number(self, group: dist.ProcessGroup) -> int:
         """Operations of the group launched so far."""
@@ -44,6 +45,7 @@ class Heartbeat:
     def start(self) -> None:
         """Begin to post; a second call does nothing. Needs the default process group."""
         if self._thread is None or not self._thread.is_alive():
+            self._stopped.clear()
             store, rank = _store(), dist.get_rank()
             self._thread = threading.Thread(target=self._post, args=(store, rank), name="moe-heartbeat", daemon=True)
             self._thread.start()
@@ -51,7 +53,7 @@ class Heartbeat:
     def _post(self, store: Any, rank: int) -> None:
         own = {"host": socket.gethostname(), "pid": os.getpid()}
         beat = 0
-        while dist.is_initialized():
+        while dist.is_initialized() and not self._stopped.is_set():
             beat += 1
             number, operation, shape = self._operation
             word = {**own, "beat": beat, "number": number, "operation": operation, "shape": list(shape)}
@@ -60,7 +62,11 @@ class Heartbeat:
             except RuntimeError as error:  # the store ended before this process: others will say why
                 logger.debug("heartbeat ends: %s", error)
                 return
-            time.sleep(PERIOD_SECS)
+            self._stopped.wait(PERIOD_SECS)
+
+    def stop(self) -> None:
+        """Post no more."""
+        self._stopped.set()
 
     def report(self, group: dist.ProcessGroup) -> str:
         """One line a rank: what it did last, and whether it is still heard of. Takes two periods. Never raises."""

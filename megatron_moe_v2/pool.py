@@ -345,7 +345,7 @@ class BufferPool:
         if now == self._seen_environment:
             return
         for variable, before, after in zip(VARIABLES, self._seen_environment, now, strict=True):
-            if before != after:
+            if before != after and variable.field != "agree_secs":  # which is read at each use
                 logger.warning(
                     "%s changed from %s to %s after the first buffer was built: this changes nothing until "
                     "close_buffers()",

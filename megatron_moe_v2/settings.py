@@ -66,7 +66,7 @@ class Settings:
         num_qps: queue pairs of DeepEP V2; 0 leaves the number to DeepEP.
         cpu_timeout_secs: seconds that the host waits for a synchronised dispatch of DeepEP V2.
         gpu_timeout_secs: seconds that a kernel of DeepEP V2 waits; the CUDA context is lost after it.
-        set_env: set the ``EP_*`` and ``NCCL_*`` variables that DeepEP V2 wants, where they are unset.
+        set_env: set the variables of ``DEEPEP_DEFAULTS``, which DeepEP V2 wants, where they are unset.
         agree_secs: seconds that ranks wait for each other when a buffer is built.
     """
 

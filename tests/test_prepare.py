@@ -1,0 +1,68 @@
+"""Buffers prepared and warmed up before step 0, and the heartbeat; on the CPU, where warm-up only has to run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import RankPool
+
+from megatron_moe_v2 import InputError, close_buffers, fused_combine, fused_dispatch, prepare_buffer
+from megatron_moe_v2.heartbeat import PERIOD_SECS, Heartbeat, heartbeat
+from megatron_moe_v2.pool import pool
+
+
+def _warmed(rank: int, world: int) -> tuple[int, int]:
+    before, operations = pool.constructions, heartbeat.number(dist.group.WORLD)
+    prepare_buffer(hidden=8, num_topk=2, num_experts=4, warmup=True, expert_alignment=4)
+    warm = heartbeat.number(dist.group.WORLD) - operations
+    idx = torch.zeros(3, 2, dtype=torch.int64) + torch.arange(2)
+    recv_x, *_, handle = fused_dispatch(torch.ones(3, 8), idx, torch.ones(3, 2), 4, None)
+    fused_combine(recv_x, None, handle)
+    built = pool.constructions - before
+    close_buffers()
+    return built, warm
+
+
+def test_warm_up_runs_both_directions_of_both_layouts_on_one_buffer(ranks2: RankPool) -> None:
+    assert ranks2.run(_warmed) == [(1, 8)] * 2  # per layout a dispatch, two combines, a cached dispatch
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"warmup": True}, {"warmup": True, "num_experts": 4, "num_topk": 2, "layouts": "expert"}],
+    ids=["no number of experts", "a string for layouts"],
+)
+def test_what_warm_up_needs(ranks1: RankPool, wrong: dict[str, object]) -> None:
+    ranks1.run(_refused, wrong)
+
+
+def _refused(rank: int, world: int, wrong: dict[str, object]) -> None:
+    with pytest.raises(InputError):
+        prepare_buffer(hidden=8, **wrong)  # type: ignore[arg-type]
+
+
+def _heard(rank: int, world: int) -> str:
+    """Rank 1 falls silent after its first word."""
+    beats = Heartbeat()
+    beats.note(dist.group.WORLD, "dispatch", (rank + 5, 8))
+    beats.start()
+    time.sleep(0.5 * PERIOD_SECS)
+    dist.barrier()
+    if rank == 1:
+        beats.stop()
+    time.sleep(1.5 * PERIOD_SECS)
+    dist.barrier()
+    text = beats.report(dist.group.WORLD)
+    dist.barrier()
+    beats.stop()
+    return text
+
+
+def test_the_silent_rank_is_named(ranks2: RankPool) -> None:
+    text, _ = ranks2.run(_heard)
+    assert "rank 0: alive" in text
+    assert "rank 1: SILENT" in text
+    assert "operation 1: dispatch of [6, 8]" in text
