@@ -58,6 +58,9 @@ class FlexTokenDispatcher:
         num_topk: K, needed by :meth:`dispatch_dense` alone.
         name: label in errors, e.g. ``"layer 3"``.
         async_finish, allocate_on_comm_stream: DeepEP's stream flags.
+
+    Raises:
+        InputError: a number that cannot be, or no process group.
     """
 
     def __init__(
@@ -133,6 +136,10 @@ class FlexTokenDispatcher:
 
         At most ``num_topk`` experts of a token are kept, the most probable; the same on every rank. Collective over the
         group.
+
+        Raises:
+            InputError: on every rank, if shapes do not fit or ``num_topk`` was not given on any.
+            MoEError: as :meth:`dispatch`.
         """
         try:
             if self.num_topk is None:
@@ -160,6 +167,10 @@ class FlexTokenDispatcher:
 
         Returns:
             ``[..., H]``, the shape of the dispatched ``x``.
+
+        Raises:
+            InputError: on every rank, if ``expert_output`` has other rows on any.
+            MoEError: as :func:`fused_combine`, with this dispatcher's name.
         """
         try:
             rows = len(dispatched.tokens)

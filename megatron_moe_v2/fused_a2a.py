@@ -201,6 +201,7 @@ def fused_combine(
         x: ``[n, H]`` or ``[A, H]``, as the dispatch delivered; padding rows are ignored.
         group: the dispatch's.
         handle: what the dispatch returned; it may be combined more than once.
+        async_finish, allocate_on_comm_stream: DeepEP's stream flags; the result is ready for the current stream.
         wait: False returns at once, with a :class:`Pending` whose ``wait()`` returns the rest.
 
     Returns:

@@ -23,9 +23,9 @@ def group_by_expert(
     """One row for each (token, local expert), grouped by expert, each group padded with zero rows.
 
     Args:
-        x: ``[n, H]``.
+        x: ``[n, H]``, floating point.
         local_idx: int64 ``[n, K]``, local expert or -1.
-        weights: ``[n, K]``.
+        weights: float32 ``[n, K]`` (float64 with float64 rows).
         padded_tokens_per_expert: int64 ``[L]`` on the CPU, counts rounded up to ``alignment``; sums to P.
 
     Returns:

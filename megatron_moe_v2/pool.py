@@ -392,7 +392,11 @@ def on_cuda(group: dist.ProcessGroup) -> bool:
 
 
 def resolve_group(group: Group) -> dist.ProcessGroup:
-    """A process group from itself, from a one-dimensional ``DeviceMesh``, or the default group from None."""
+    """A process group from itself, from a one-dimensional ``DeviceMesh``, or the default group from None.
+
+    Raises:
+        InputError: a mesh of more dimensions, or no default group.
+    """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')
@@ -414,6 +418,8 @@ pool = BufferPool()
 def close_buffers(group: Group = None, *, abort: bool = False) -> None:
     """Close the buffers of ``group``, or all of the process. Collective over each living group unless ``abort``.
 
-    Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next.
+    Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next. A second call
+    does nothing. With ``abort``, or where a collective failed, no collective is made, and what DeepEP holds stays until the
+    process ends, which is warned about.
     """
     pool.close(None if group is None else resolve_group(group), abort=abort)

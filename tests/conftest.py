@@ -11,8 +11,7 @@ import pytest
 import torch
 from launch import ENVIRONMENT, RankPool
 
-MARKERS = {
-    "slow": "beyond the default command's budget; runs with -m slow",
+SKIPS = {
     "gpu": "needs a CUDA GPU and the real deep_ep",
     "megatron": "needs the real megatron-core",
 }
@@ -26,8 +25,6 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name, text in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {text}")
     if not config.option.markexpr:
         config.option.markexpr = "not slow"
 
@@ -44,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for name, present in found.items():
             if not present and item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=MARKERS[name]))
+                item.add_marker(pytest.mark.skip(reason=SKIPS[name]))
 
 
 def _pool(world: int) -> Iterator[RankPool]:
