@@ -418,8 +418,8 @@ pool = BufferPool()
 def close_buffers(group: Group = None, *, abort: bool = False) -> None:
     """Close the buffers of ``group``, or all of the process. Collective over each living group unless ``abort``.
 
-    Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next. A second call
-    does nothing. With ``abort``, or where a collective failed, no collective is made, and what DeepEP holds stays until the
-    process ends, which is warned about.
+    Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next. A second
+    call does nothing. With ``abort``, or where a collective failed, no collective is made, and what DeepEP holds stays
+    until the process ends, which is warned about.
     """
     pool.close(None if group is None else resolve_group(group), abort=abort)
