@@ -70,7 +70,7 @@ def agree(
         return dict(decide or {})
     number = _events[group.group_name] = _events.get(group.group_name, 0) + 1
     event = _Event(group, number, topic)
-    report = {"topic": topic, "facts": dict(facts), "error": None if failure is None else to_wire(failure)}
+    report = {"topic": topic, "facts": _flat(facts), "error": None if failure is None else to_wire(failure)}
     try:
         verdict = event.hold(report, dict(decide or {}), timeout)
     except MoEError:
@@ -88,6 +88,14 @@ def agree(
     if verdict["kind"] == "error":
         raise from_wire(verdict["text"], verdict["rank"])
     raise _KINDS[verdict["kind"]](verdict["text"])
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names, so that only what differs is shown."""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def post_failure(group: dist.ProcessGroup, number: int, error: Exception) -> None:

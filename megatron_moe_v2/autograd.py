@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .buffers.contract import flatten_handle, rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
+    first_order,
     launch_cached_dispatch,
     launch_combine,
     launch_dispatch,
@@ -58,7 +58,7 @@ class FusedDispatch(torch.autograd.Function):
         return (*received,)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
     ) -> tuple[Tensor | None, ...]:
@@ -99,7 +99,7 @@ class FusedCombine(torch.autograd.Function):
         return combined
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Collective over the group: cached dispatch of the gradient, padding rows zero."""
         handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)

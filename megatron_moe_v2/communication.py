@@ -6,16 +6,18 @@ H hidden, K top-k, L local experts, n received tokens, A rows of the expert layo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .agreement import post_failure, posted_failure
-from .errors import CaptureError, CommunicationError
+from .errors import CaptureError, CommunicationError, InputError
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
 from .streams import launch_arguments, restored_on_error
@@ -24,12 +26,16 @@ __all__ = [
     "Call",
     "DispatchHandle",
     "Received",
+    "first_order",
     "launch_cached_dispatch",
     "launch_combine",
     "launch_dispatch",
     "like",
     "or_zeros",
 ]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +193,22 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
             **call.streams(),
         )
     return recv_x, event
+
+
+def first_order(backward: _F) -> _F:
+    """A backward without a second derivative: refused under ``create_graph=True``, where one could be asked for.
+
+    PyTorch's own guard sees only incoming gradients that need a gradient themselves.
+    """
+    inner = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError("create_graph=True", fix="Dispatch and combine have no second derivative.")
+        return inner(ctx, *grads)
+
+    return cast(_F, guarded)
 
 
 Like = tuple[torch.Size, torch.dtype, torch.device]

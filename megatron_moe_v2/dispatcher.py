@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .buffers.layout import ExpertSlots, align_counts
 from .communication import DispatchHandle
-from .errors import InputError, MoEError
+from .errors import HandleError, InputError, MoEError
 from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, sum_over_experts
 from .pool import Group, pool, resolve_group
@@ -76,8 +76,9 @@ class FlexTokenDispatcher:
         allocate_on_comm_stream: bool = False,
     ) -> None:
         self.group = resolve_group(group)
-        if num_experts < 1 or num_experts % self.group.size():
-            raise InputError("num_experts", got=num_experts, expected=f"a multiple of the {self.group.size()} ranks")
+        if not isinstance(num_experts, int) or num_experts < 1 or num_experts % self.group.size():
+            wanted = f"a positive multiple of the {self.group.size()} ranks"
+            raise InputError("num_experts", got=repr(num_experts), expected=wanted)
         if layout not in ("token", "expert"):
             raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
         if expert_alignment < 1:
@@ -173,10 +174,16 @@ class FlexTokenDispatcher:
             MoEError: as :func:`fused_combine`, with this dispatcher's name.
         """
         try:
+            if not isinstance(dispatched, Dispatched):
+                got = type(dispatched).__name__
+                pool.fail(self.group, "combine", InputError("dispatched", got=got, expected="what dispatch returned"))
             rows = len(dispatched.tokens)
             if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or len(expert_output) != rows:
                 got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
                 pool.fail(self.group, "combine", InputError("expert_output", got=got, expected=f"[{rows}, H]"))
+            if torch.is_grad_enabled() and expert_output.requires_grad and dispatched.weights.is_inference():
+                text = "tokens dispatched in inference_mode cannot be trained with"
+                pool.fail(self.group, "combine", HandleError(text, fix="Dispatch outside torch.inference_mode()."))
             if apply_weights:
                 expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
             if dispatched.slots is not None:

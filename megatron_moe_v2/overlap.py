@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .buffers.contract import flatten_handle, rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
+    first_order,
     launch_cached_dispatch,
     launch_combine,
     launch_dispatch,
@@ -87,7 +87,7 @@ class _DispatchLaunch(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weights = ctx.flight.unload()
         grad_weights = None if grad_weights is None else grad_weights.to(ctx.weights_dtype)
@@ -110,7 +110,7 @@ class _DispatchWait(torch.autograd.Function):
         return tuple(received)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
     ) -> tuple[Tensor | None, ...]:
@@ -134,7 +134,7 @@ class _CombineLaunch(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.flight.unload(), None, None, None  # x, handle, call, flight
 
@@ -150,7 +150,7 @@ class _CombineWait(torch.autograd.Function):
         return combined  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
         grad_x, event = launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .buffers import layout
+from .communication import first_order
 
 __all__ = ["group_by_expert", "sum_over_experts"]
 
@@ -72,7 +72,7 @@ class _Group(torch.autograd.Function):
         return _spread(x, slots, num_slots), grouped, *slots
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
         grad_x, grad_topk = layout.sum_rows(grad.contiguous(), slots), layout.pick(grad_weights, slots)
@@ -87,7 +87,7 @@ class _Ungroup(torch.autograd.Function):
         return layout.sum_rows(rows.contiguous(), slots)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slots = layout.ExpertSlots(*ctx.saved_tensors)
         return _spread(grad.contiguous(), slots, ctx.num_slots), None, None, None  # rows, slots, counts, aligned

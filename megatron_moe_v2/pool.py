@@ -122,6 +122,11 @@ class PooledBuffer:
         post_failure(self.group, heartbeat.number(self.group), error)
         raise error
 
+    def announce(self, text: str) -> None:
+        """Collective over the group where the buffer has a channel: all ranks announce the same, or all raise."""
+        if self._built is not None and self._built.announce is not None:
+            self._built.announce(text)
+
     def num_sms_for(self, num_experts: int, num_topk: int, expert_layout: bool) -> int:
         """SM count of a dispatch. Collective over the group at the first call for these numbers, on DeepEP V2.
 
@@ -301,13 +306,18 @@ class BufferPool:
             proposal = {"num_sms": settings.num_sms or num_sms or self.wished_num_sms}
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = typed(error, "buffer construction")
+        last = self._last.get(group)
+        if last is not None and not last.closed and not last.check:
+            # Ranks that have this buffer may be in a call of it: they and this one must hear of each other.
+            if failure is not None:
+                last.fail("buffer construction", failure)
+            last.announce(f"construction of a buffer for {spec}")
         try:
             decided = agree(group, "buffer construction", facts, timeout=timeout, failure=failure, decide=proposal)
         except MissingRankError as missing:
-            last = self._last.get(group)
             if last is None or last.closed:
                 raise
-            last.fail("buffer construction", missing)  # the missing may be in a call of a buffer that they have
+            last.fail("buffer construction", missing)  # the missing may have come to a call meanwhile
         logger.info(
             "building %s for %s, %d bytes, because %s",
             backend.class_name,
@@ -397,6 +407,8 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
     Raises:
         InputError: a mesh of more dimensions, or no default group.
     """
+    if not isinstance(group, dist.ProcessGroup | DeviceMesh | None):
+        raise InputError("group", got=type(group).__name__, expected="a ProcessGroup, a DeviceMesh or None")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')

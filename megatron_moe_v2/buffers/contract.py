@@ -214,8 +214,10 @@ class BuiltBuffer(NamedTuple):
         report_failure: tells the ranks that are in a call that this rank's call failed before it reached the buffer,
             then raises; None where the buffer has no channel for it.
         kind: the class that does the work.
+        announce: compares a text between all ranks before something else than a call of the buffer; None as above.
     """
 
     buffer: ElasticBufferLike
     report_failure: Callable[[str, Exception], NoReturn] | None
     kind: type
+    announce: Callable[[str], None] | None = None

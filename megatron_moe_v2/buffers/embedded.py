@@ -164,6 +164,10 @@ class EmbeddedElasticBuffer:
         self._open(operation).headers(operation, [], failure)
         raise AssertionError("unreachable")
 
+    def announce(self, text: str) -> None:
+        """Collective over the group: raise on all ranks unless all announce the same and none is in another call."""
+        self._open(text).headers(text, [0] * self.num_ranks)
+
     def _open(self, operation: str) -> Exchange:
         if self.runtime is None:
             raise BufferClosedError(f"{operation} on a destroyed buffer", fix="Build a new buffer.")
@@ -379,7 +383,7 @@ def precheck(**sizes: Any) -> None:
 def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     """A buffer of the given ``BufferSpec`` fields. Collective over the group."""
     buffer = EmbeddedElasticBuffer(group, explicitly_destroy=True, **sizes)
-    return BuiltBuffer(buffer, buffer.report_failure, EmbeddedElasticBuffer)
+    return BuiltBuffer(buffer, buffer.report_failure, EmbeddedElasticBuffer, buffer.announce)
 
 
 def _sent(handle: EPHandle) -> layout.Destinations:

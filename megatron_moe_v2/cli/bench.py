@@ -30,20 +30,19 @@ _LARGEST_TOPK = 32
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [int(part) for part in text.split(",")]
-    if min(sizes) < 1:
-        raise ValueError
-    return sizes
+    return [_positive(part) for part in text.split(",")]
 
 
 def _positive(text: str) -> int:
-    return _sizes(text)[0] if "," not in text else int(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer from 1")
+    return int(text)
 
 
 def _layouts(text: str) -> list[str]:
     chosen = text.split(",")
     if not set(chosen) <= set(LAYOUTS):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r}: choose of {','.join(LAYOUTS)}")
     return [name for name in LAYOUTS if name in chosen]
 
 
