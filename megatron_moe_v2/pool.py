@@ -122,8 +122,13 @@ class PooledBuffer:
         post_failure(self.group, heartbeat.number(self.group), error)
         raise error
 
+    @property
+    def has_channel(self) -> bool:
+        """The buffer lives, and its ranks can tell each other that something else than a call of it is up."""
+        return self._built is not None and self._built.announce is not None
+
     def announce(self, text: str) -> None:
-        """Collective over the group where the buffer has a channel: all ranks announce the same, or all raise."""
+        """Collective over the group, where there is a channel: all ranks announce the same, or all raise."""
         if self._built is not None and self._built.announce is not None:
             self._built.announce(text)
 
@@ -307,7 +312,7 @@ class BufferPool:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = typed(error, "buffer construction")
         last = self._last.get(group)
-        if last is not None and not last.closed and not last.check:
+        if last is not None and last.has_channel and not last.check:
             # Ranks that have this buffer may be in a call of it: they and this one must hear of each other.
             if failure is not None:
                 last.fail("buffer construction", failure)
