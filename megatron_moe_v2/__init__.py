@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         SettingsError,
     )
     from .fused_a2a import HAVE_DEEP_EP, HAVE_DEEP_EP_V2, fused_combine, fused_dispatch, set_deepep_num_sms
-    from .pool import BufferSpec, close_buffers
+    from .pool import close_buffers
+    from .pooled import BufferSpec
     from .prepare import prepare_buffer
     from .settings import Settings
 
@@ -80,7 +81,7 @@ _MODULES = {
     "HAVE_DEEP_EP_V2": "fused_a2a",
     "BackendError": "errors",
     "BufferClosedError": "errors",
-    "BufferSpec": "pool",
+    "BufferSpec": "pooled",
     "CapacityError": "errors",
     "CaptureError": "errors",
     "CommunicationError": "errors",
