@@ -20,6 +20,7 @@ from .buffers.contract import flatten_handle, rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
+    Received,
     first_order,
     launch_cached_dispatch,
     launch_combine,
@@ -29,7 +30,51 @@ from .communication import (
 )
 from .streams import finish
 
-__all__ = ["FusedCombine", "FusedDispatch"]
+__all__ = [
+    "FusedCombine",
+    "FusedDispatch",
+    "keep_combine",
+    "keep_dispatch",
+    "launch_backward_of_combine",
+    "launch_backward_of_dispatch",
+]
+
+
+def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None:
+    """What the backward of a dispatch needs: the handle's tensors saved, all else plain."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*received.without_gradient())
+    tensors, ctx.skeleton = flatten_handle(received.handle.ep_handle)
+    ctx.save_for_backward(*tensors)
+    ctx.call, ctx.weights_travel = received.handle.call, weights_travel
+    ctx.received = like(received.x), like(received.topk_weights)
+
+
+def launch_backward_of_dispatch(
+    ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Combine of both gradients, and its event. Collective over the group."""
+    like_x, like_weights = ctx.received
+    return launch_combine(
+        ctx.call,
+        or_zeros(grad_x, like_x),
+        rebuild_handle(ctx.skeleton, ctx.saved_tensors),
+        or_zeros(grad_weights, like_weights) if ctx.weights_travel else None,
+    )
+
+
+def keep_combine(ctx: Any, call: Call, handle: DispatchHandle, combined: Tensor) -> None:
+    """What the backward of a combine needs, as :func:`keep_dispatch`."""
+    ctx.set_materialize_grads(False)
+    tensors, ctx.skeleton = flatten_handle(handle.ep_handle)
+    ctx.save_for_backward(*tensors)
+    ctx.call, ctx.combined = call, like(combined)
+
+
+def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor, Any]:
+    """Cached dispatch of the gradient, padding rows zero, and its event. Collective over the group."""
+    handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
+    return launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)
 
 
 class FusedDispatch(torch.autograd.Function):
@@ -47,14 +92,8 @@ class FusedDispatch(torch.autograd.Function):
         """
         received, event = launch_dispatch(call, x, topk_idx, topk_weights)
         finish(event)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(one for one in (received.topk_idx, received.tokens_per_expert) if one is not None)
-        )
-        tensors, ctx.skeleton = flatten_handle(received.handle.ep_handle)
-        ctx.save_for_backward(*tensors)
-        ctx.call, ctx.weights_dtype, ctx.weights_travel = call, topk_weights.dtype, ctx.needs_input_grad[2]
-        ctx.received = like(received.x), like(received.topk_weights)
+        keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])
+        ctx.weights_dtype = topk_weights.dtype
         return (*received,)
 
     @staticmethod
@@ -63,13 +102,7 @@ class FusedDispatch(torch.autograd.Function):
         ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
     ) -> tuple[Tensor | None, ...]:
         """Collective over the group: combine of both gradients."""
-        like_x, like_weights = ctx.received
-        summed_x, summed_weights, event = launch_combine(
-            ctx.call,
-            or_zeros(grad_x, like_x),
-            rebuild_handle(ctx.skeleton, ctx.saved_tensors),
-            or_zeros(grad_weights, like_weights) if ctx.weights_travel else None,
-        )
+        summed_x, summed_weights, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         finish(event)
         grad_topk_weights = summed_weights.to(ctx.weights_dtype) if summed_weights is not None else None
         return summed_x if ctx.needs_input_grad[0] else None, None, grad_topk_weights, None  # x, idx, weights, call
@@ -92,17 +125,13 @@ class FusedCombine(torch.autograd.Function):
         """
         combined, _, event = launch_combine(call, x, handle.ep_handle)
         finish(event)
-        tensors, ctx.skeleton = flatten_handle(handle.ep_handle)
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.combined = call, like(combined)
+        keep_combine(ctx, call, handle, combined)
         return combined
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Collective over the group: cached dispatch of the gradient, padding rows zero."""
-        handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
-        grad_x, event = launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)
+        grad_x, event = launch_backward_of_combine(ctx, grad)
         finish(event)
         return grad_x, None, None  # x, handle, call

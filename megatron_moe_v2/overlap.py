@@ -16,17 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .buffers.contract import flatten_handle, rebuild_handle
-from .communication import (
-    Call,
-    DispatchHandle,
-    first_order,
-    launch_cached_dispatch,
-    launch_combine,
-    launch_dispatch,
-    like,
-    or_zeros,
-)
+from .autograd import keep_combine, keep_dispatch, launch_backward_of_combine, launch_backward_of_dispatch
+from .communication import Call, DispatchHandle, first_order, launch_combine, launch_dispatch, like, or_zeros
 from .errors import InputError
 from .streams import finish
 
@@ -98,15 +89,9 @@ class _DispatchLaunch(torch.autograd.Function):
 class _DispatchWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> tuple[Any, ...]:
-        received, ctx.weights_travel = flight.unload()
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(one for one in (received.topk_idx, received.tokens_per_expert) if one is not None)
-        )
-        tensors, ctx.skeleton = flatten_handle(received.handle.ep_handle)
-        ctx.save_for_backward(*tensors)
-        ctx.flight, ctx.call = flight, received.handle.call
-        ctx.received, ctx.ticket = (like(received.x), like(received.topk_weights)), like(ticket)
+        received, weights_travel = flight.unload()
+        keep_dispatch(ctx, received, weights_travel=weights_travel)
+        ctx.flight, ctx.ticket = flight, like(ticket)
         return tuple(received)
 
     @staticmethod
@@ -114,13 +99,7 @@ class _DispatchWait(torch.autograd.Function):
     def backward(
         ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
     ) -> tuple[Tensor | None, ...]:
-        like_x, like_weights = ctx.received
-        *grads, event = launch_combine(
-            ctx.call,
-            or_zeros(grad_x, like_x),
-            rebuild_handle(ctx.skeleton, ctx.saved_tensors),
-            or_zeros(grad_weights, like_weights) if ctx.weights_travel else None,
-        )
+        *grads, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         ctx.flight.load(grads, event)
         return or_zeros(None, ctx.ticket), None  # ticket, flight
 
@@ -142,18 +121,15 @@ class _CombineLaunch(torch.autograd.Function):
 class _CombineWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> Tensor:
-        combined, handle, ctx.call = flight.unload()
-        tensors, ctx.skeleton = flatten_handle(handle.ep_handle)
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        ctx.flight, ctx.combined, ctx.ticket = flight, like(combined), like(ticket)
+        combined, handle, call = flight.unload()
+        keep_combine(ctx, call, handle, combined)
+        ctx.flight, ctx.ticket = flight, like(ticket)
         return combined  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
-        grad_x, event = launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)
+        grad_x, event = launch_backward_of_combine(ctx, grad)
         ctx.flight.load(grad_x, event)
         return or_zeros(None, ctx.ticket), None  # ticket, flight
 
