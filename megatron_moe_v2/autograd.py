@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buffers.contract import flatten_handle, rebuild_handle
+from .buffers.contract import rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
@@ -44,7 +44,7 @@ def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None
     """What the backward of a dispatch needs: the handle's tensors saved, all else plain."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*received.without_gradient())
-    tensors, ctx.skeleton = flatten_handle(received.handle.ep_handle)
+    tensors, ctx.skeleton = received.handle.flat
     ctx.save_for_backward(*tensors)
     ctx.call, ctx.weights_travel = received.handle.call, weights_travel
     ctx.received = like(received.x), like(received.topk_weights)
@@ -66,7 +66,7 @@ def launch_backward_of_dispatch(
 def keep_combine(ctx: Any, call: Call, handle: DispatchHandle, combined: Tensor) -> None:
     """What the backward of a combine needs, as :func:`keep_dispatch`."""
     ctx.set_materialize_grads(False)
-    tensors, ctx.skeleton = flatten_handle(handle.ep_handle)
+    tensors, ctx.skeleton = handle.flat
     ctx.save_for_backward(*tensors)
     ctx.call, ctx.combined = call, like(combined)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -50,6 +49,8 @@ def _eager(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
@@ -148,13 +149,13 @@ def fused_dispatch(
         num_experts=num_experts,
         expert_layout=layout == "expert",
         expert_alignment=expert_alignment,
-        async_finish=async_finish,
+        async_finish=async_finish or not wait,
         allocate_on_comm_stream=allocate_on_comm_stream,
     )
     if entry.check:
         _compare("dispatch", call, x, token_probs, failure=_index_error(token_indices, num_experts))
     if not wait:
-        return launch_pending_dispatch(replace(call, async_finish=True), x, token_indices, token_probs)
+        return launch_pending_dispatch(call, x, token_indices, token_probs)
     return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -218,11 +219,11 @@ def fused_combine(
         raise
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         pool.fail(group, "combine", error)
-    call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+    call = handle.call.on_streams(async_finish or not wait, allocate_on_comm_stream)
     if call.entry.check:
         _compare("combine", call, x)
     if not wait:
-        return launch_pending_combine(replace(call, async_finish=True), x, handle)
+        return launch_pending_combine(call, x, handle)
     return FusedCombine.apply(x, handle, call), None  # type: ignore[no-untyped-call]
 
 

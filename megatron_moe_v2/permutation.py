@@ -75,7 +75,12 @@ class _Group(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
-        grad_x, grad_topk = layout.sum_rows(grad.contiguous(), slots), layout.pick(grad_weights, slots)
+        grad, grad_weights = grad.contiguous(), grad_weights.contiguous()
+        if kernels := layout.kernels_for(grad):
+            target = grad.new_empty(len(slots), grad.shape[1])
+            grad_x, grad_topk = kernels.ungroup(grad, slots, target, grad_weights)
+        else:
+            grad_x, grad_topk = layout.sum_rows(grad, slots), layout.pick(grad_weights, slots)
         return grad_x, grad_topk, None, None, None, None  # x, weights, idx, experts, alignment, slots
 
 

@@ -7,6 +7,7 @@ Nothing here is collective except what says so.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
@@ -32,6 +33,9 @@ Wish = tuple[int, int | None, int | None, bool]
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
+LOOK_SECS = 1.0
+"""How often the environment is looked at for changes: reading it takes longer than the rest of a lookup."""
+
 
 class BufferPool:
     """All buffers of the process.
@@ -50,6 +54,7 @@ class BufferPool:
         self._found: dict[tuple[dist.ProcessGroup, Wish], PooledBuffer] = {}
         self._last: dict[dist.ProcessGroup, PooledBuffer] = {}
         self._seen_environment = snapshot()
+        self._look_again = 0.0
 
     def obtain(
         self,
@@ -192,6 +197,9 @@ class BufferPool:
         return entry
 
     def _warn_of_changes(self) -> None:
+        if time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + LOOK_SECS
         now = snapshot()
         if now == self._seen_environment:
             return
@@ -248,20 +256,20 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
     Raises:
         InputError: a mesh of more dimensions, or no default group.
     """
-    if not isinstance(group, dist.ProcessGroup | DeviceMesh | None):
-        raise InputError("group", got=type(group).__name__, expected="a ProcessGroup, a DeviceMesh or None")
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')
-        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if group is None:
-        if not dist.is_initialized():
+        world = dist.group.WORLD
+        if world is None:
             raise InputError(
                 "no process group", fix="Call torch.distributed.init_process_group(), also for a single rank."
             )
-        group = dist.group.WORLD
-    assert group is not None
-    return group
+        return world
+    if not isinstance(group, DeviceMesh):
+        raise InputError("group", got=type(group).__name__, expected="a ProcessGroup, a DeviceMesh or None")
+    if group.ndim != 1:
+        raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')
+    return group.get_group()
 
 
 pool = BufferPool()

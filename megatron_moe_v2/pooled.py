@@ -79,6 +79,7 @@ class PooledBuffer:
         check: bool,
     ) -> None:
         self.group, self.spec, self.backend, self.wished_num_sms, self.check = group, spec, backend, num_sms, check
+        self.operations = heartbeat.operations(group)
         self.broken = False
         self.dropped: str | None = None
         self._built: BuiltBuffer | None = built
@@ -107,7 +108,7 @@ class PooledBuffer:
         if self._built.report_failure is not None:
             self._built.report_failure(operation, error)
         self.broken = True  # the others will time out, and then make no collective with this rank
-        post_failure(self.group, heartbeat.number(self.group), error)
+        post_failure(self.group, self.operations.number, error)
         raise error
 
     @property
