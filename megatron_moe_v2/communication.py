@@ -115,17 +115,17 @@ class Received(NamedTuple):
 
 
 def _communicate(call: Call, operation: str, x: Tensor, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Call the buffer without autocast; streams are restored, and a failure is explained, remembered and passed on."""
-    entry = call.entry
-    _refuse_in_capture(entry, operation, x)
+    """Call the buffer; the stream is restored on an error, and a failure is explained, remembered and passed on."""
+    entry, stream = call.entry, None
+    if x.is_cuda and (operation == "dispatch" or entry.backend.name == "embedded"):
+        _refuse_in_capture(entry, operation)
     entry.operations.note(operation, x.shape)
-    stream = torch.cuda.current_stream() if call.allocate_on_comm_stream and torch.cuda.is_initialized() else None
     try:
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                result = method(*args, **more, **call.streams())
-        else:
-            result = method(*args, **more, **call.streams())
+        if call.async_finish or call.allocate_on_comm_stream:
+            if call.allocate_on_comm_stream and torch.cuda.is_initialized():
+                stream = torch.cuda.current_stream()
+            more.update(call.streams())
+        result = method(*args, **more)
     except BaseException as error:
         if stream is not None:  # DeepEP leaves its own stream current then
             torch.cuda.set_stream(stream)
@@ -147,11 +147,9 @@ def _pass_on(entry: PooledBuffer, error: BaseException) -> None:
         post_failure(entry.group, entry.operations.number, error)
 
 
-def _refuse_in_capture(entry: PooledBuffer, operation: str, x: Tensor) -> None:
+def _refuse_in_capture(entry: PooledBuffer, operation: str) -> None:
     """A call that synchronises the host cannot be captured; every embedded one does."""
-    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return
-    if entry.backend.name == "embedded" or operation == "dispatch":
+    if torch.cuda.is_current_stream_capturing():
         raise CaptureError(
             f"{operation} on {entry.backend.class_name} waits for counts on the host and cannot be captured",
             fix="Keep it outside the CUDA graph.",
@@ -166,7 +164,7 @@ def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         topk_idx: integer ``[T, K]``, global expert, negative for none.
         topk_weights: floating ``[T, K]``, any dtype; travels as float32 (float64 with float64 tokens).
     """
-    weights_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(
         call,
         "dispatch",

@@ -68,11 +68,11 @@ class BufferPool:
     ) -> PooledBuffer:
         """The buffer for these sizes; built now, collectively over the group, if there is none."""
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
-        if not is_registered(group):
-            self._purge()
-            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
         entry = self._found.get((group, wish))
-        if entry is None or entry.closed:
+        if entry is None or not entry.usable:
+            if not is_registered(group):
+                self._purge()
+                raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
             try:
                 entry = self._find(group, *wish) if self.pinned else None
             except InputError as error:

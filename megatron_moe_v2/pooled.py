@@ -80,6 +80,7 @@ class PooledBuffer:
     ) -> None:
         self.group, self.spec, self.backend, self.wished_num_sms, self.check = group, spec, backend, num_sms, check
         self.operations = heartbeat.operations(group)
+        self.closed, self._rank = False, dist.get_rank()
         self.broken = False
         self.dropped: str | None = None
         self._built: BuiltBuffer | None = built
@@ -87,8 +88,9 @@ class PooledBuffer:
         self._estimates: dict[tuple[int, int], int] = {}
 
     @property
-    def closed(self) -> bool:
-        return self._built is None
+    def usable(self) -> bool:
+        """Neither closed nor its group destroyed."""
+        return not self.closed and is_registered(self.group, self._rank)
 
     @property
     def buffer(self) -> ElasticBufferLike:
@@ -171,7 +173,7 @@ class PooledBuffer:
         """
         if self._built is None:
             return
-        built, self._built = self._built, None
+        built, self._built, self.closed = self._built, None, True
         if abort or self.broken or not is_registered(self.group):
             if self.backend.name != "embedded":
                 held = self.spec.num_bytes(self.group.size())

@@ -163,8 +163,13 @@ _BY_FIELD = {variable.field: variable for variable in VARIABLES}
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
-DEEPEP_DEFAULTS = {"NCCL_CUMEM_ENABLE": "1"}
-"""Every variable of others that this package sets, where it is unset and ``set_env`` allows it."""
+DEEPEP_DEFAULTS = {"NCCL_CUMEM_ENABLE": "1", "EP_AVOID_RECORD_STREAM": "1"}
+"""Every variable of others that this package sets, where it is unset and ``set_env`` allows it.
+
+``NCCL_CUMEM_ENABLE``: DeepEP V2 maps other ranks' memory through it. ``EP_AVOID_RECORD_STREAM``: an asynchronous call
+keeps its tensors in its event, which is dropped at the wait, instead of in ``record_stream``: freed memory is there at
+once for the next call, and the call can be captured in a CUDA graph.
+"""
 
 
 def set_deepep_defaults(settings: Settings) -> None:

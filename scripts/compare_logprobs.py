@@ -38,7 +38,10 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     args = parser.parse_args()
     ranks = parallel.start("auto")
-    path = checkpointing.complete(args.checkpoints)[-1]
+    found = checkpointing.complete(args.checkpoints)
+    if not found:
+        parser.error(f"no finished checkpoint in {args.checkpoints}")
+    path = found[-1]
     config = ModelConfig(**json.loads((path / checkpointing.DESCRIPTION).read_text())["model"])
     share = {"global_batch": args.windows * ranks.world, "seq_len": args.seq_len, "seed": 1}
     batch = Windows(read_text(None), rank=ranks.rank, world=ranks.world, **share).batch(0)

@@ -100,8 +100,8 @@ def test_every_call_follows_the_contract(ranks2: RankPool, layout: str, flags: d
         for arguments in (dispatch, combine, cached, back):
             event = arguments.get("previous_event")
             assert event == (EventHandle.__name__ if flags["allocate_on_comm_stream"] else None)
-            assert bool(arguments["async_with_compute_stream"]) == bool(flags["async_finish"])
-            assert bool(arguments["allocate_on_comm_stream"]) == bool(flags["allocate_on_comm_stream"])
+            assert bool(arguments.get("async_with_compute_stream")) == bool(flags["async_finish"])
+            assert bool(arguments.get("allocate_on_comm_stream")) == bool(flags["allocate_on_comm_stream"])
 
 
 def ceilings(rank: int, world: int, scene: Scene) -> list[tuple[str, int, int]]:

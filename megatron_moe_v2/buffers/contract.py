@@ -125,7 +125,7 @@ def flatten_handle(handle: Any) -> tuple[tuple[Tensor, ...], HandleSkeleton]:
     """Take a handle of any backend apart into its tensors and a skeleton that holds none."""
     tensors, names, plain = [], [], {}
     for name, value in vars(handle).items():
-        if isinstance(value, Tensor):
+        if type(value) is Tensor or isinstance(value, Tensor):  # the first is the usual and the quicker
             names.append(name)
             tensors.append(value)
         else:
