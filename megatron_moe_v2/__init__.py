@@ -7,6 +7,9 @@
 ``FlexTokenDispatcher``, ``Dispatched``         dispatch, experts, combine, for a script of one's own
 ``FusedDispatch``, ``FusedCombine``             the autograd functions below both
 ``prepare_buffer``, ``close_buffers``           build communication buffers before the first step, free them after
+``prepare_for_capture``, ``capture``            the same for CUDA graphs, and a graph whose replay knows its buffer
+``check_capacity``                              whether a rollout fits under the ceilings
+``RoutingLayout``                               a dispatch's layout, kept for its recomputation
 ``BufferSpec``                                  what identifies a buffer
 ``EmbeddedElasticBuffer``                       ``ElasticBuffer`` on plain ``torch.distributed``, CPU and GPU
 ``Settings``                                    what the environment asks for
@@ -24,11 +27,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .autograd import FusedCombine, FusedDispatch
     from .buffers.embedded import EmbeddedElasticBuffer
+    from .capacity import check_capacity
+    from .cuda_graphs import capture, prepare_for_capture
     from .dispatcher import Dispatched, FlexTokenDispatcher
     from .errors import (
         BackendError,
         BufferClosedError,
         CapacityError,
+        CapturedBufferError,
         CaptureError,
         CommunicationError,
         HandleError,
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
     from .pool import close_buffers
     from .pooled import BufferSpec
     from .prepare import prepare_buffer
+    from .recompute import RoutingLayout
     from .settings import Settings
 
 __version__ = "0.1.0"
@@ -55,6 +62,7 @@ __all__ = [
     "BufferSpec",
     "CapacityError",
     "CaptureError",
+    "CapturedBufferError",
     "CommunicationError",
     "Dispatched",
     "EmbeddedElasticBuffer",
@@ -67,12 +75,16 @@ __all__ = [
     "MissingRankError",
     "MoEError",
     "RankMismatchError",
+    "RoutingLayout",
     "Settings",
     "SettingsError",
+    "capture",
+    "check_capacity",
     "close_buffers",
     "fused_combine",
     "fused_dispatch",
     "prepare_buffer",
+    "prepare_for_capture",
     "set_deepep_num_sms",
 ]
 
@@ -84,6 +96,7 @@ _MODULES = {
     "BufferSpec": "pooled",
     "CapacityError": "errors",
     "CaptureError": "errors",
+    "CapturedBufferError": "errors",
     "CommunicationError": "errors",
     "Dispatched": "dispatcher",
     "EmbeddedElasticBuffer": "buffers.embedded",
@@ -96,12 +109,16 @@ _MODULES = {
     "MissingRankError": "errors",
     "MoEError": "errors",
     "RankMismatchError": "errors",
+    "RoutingLayout": "recompute",
     "Settings": "settings",
     "SettingsError": "errors",
+    "capture": "cuda_graphs",
+    "check_capacity": "capacity",
     "close_buffers": "pool",
     "fused_combine": "fused_a2a",
     "fused_dispatch": "fused_a2a",
     "prepare_buffer": "prepare",
+    "prepare_for_capture": "cuda_graphs",
     "set_deepep_num_sms": "fused_a2a",
 }
 

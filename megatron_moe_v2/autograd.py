@@ -21,6 +21,7 @@ from .communication import (
     Call,
     DispatchHandle,
     Received,
+    complete,
     first_order,
     launch_cached_dispatch,
     launch_combine,
@@ -28,6 +29,7 @@ from .communication import (
     like,
     or_zeros,
 )
+from .recompute import RoutingLayout
 from .streams import finish
 
 __all__ = [
@@ -82,7 +84,7 @@ class FusedDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call
+        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call, layout_cache: RoutingLayout | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]:
         """Collective over the group. Arguments as :func:`launch_dispatch`.
 
@@ -90,8 +92,9 @@ class FusedDispatch(torch.autograd.Function):
             ``(recv_x, recv_topk_idx, recv_topk_weights, tokens_per_expert, handle)``; ``x`` and the weights have
             gradients, the indices and counts have none.
         """
-        received, event = launch_dispatch(call, x, topk_idx, topk_weights)
+        received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
         finish(event)
+        received = complete(received)
         keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])
         ctx.weights_dtype = topk_weights.dtype
         return (*received,)
@@ -105,7 +108,8 @@ class FusedDispatch(torch.autograd.Function):
         summed_x, summed_weights, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         finish(event)
         grad_topk_weights = summed_weights.to(ctx.weights_dtype) if summed_weights is not None else None
-        return summed_x if ctx.needs_input_grad[0] else None, None, grad_topk_weights, None  # x, idx, weights, call
+        grad_of_x = summed_x if ctx.needs_input_grad[0] else None
+        return grad_of_x, None, grad_topk_weights, None, None  # x, idx, weights, call, layout_cache
 
 
 class FusedCombine(torch.autograd.Function):

@@ -15,6 +15,7 @@ __all__ = [
     "BufferClosedError",
     "CapacityError",
     "CaptureError",
+    "CapturedBufferError",
     "CommunicationError",
     "HandleError",
     "InputError",
@@ -79,6 +80,10 @@ class BufferClosedError(MoEError, RuntimeError):
 
 class CaptureError(MoEError, RuntimeError):
     """Something that cannot be captured was asked for inside a CUDA graph capture."""
+
+
+class CapturedBufferError(MoEError, RuntimeError):
+    """A buffer cannot be closed while a CUDA graph uses it."""
 
 
 class CommunicationError(MoEError, RuntimeError):

@@ -18,7 +18,7 @@ __all__ = ["group_by_expert", "sum_over_experts"]
 
 
 def group_by_expert(
-    x: Tensor, local_idx: Tensor, weights: Tensor, padded_tokens_per_expert: Tensor, alignment: int = 1
+    x: Tensor, local_idx: Tensor, weights: Tensor, num_local_experts: int, num_slots: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, layout.ExpertSlots]:
     """One row for each (token, local expert), grouped by expert, each group padded with zero rows.
 
@@ -26,14 +26,13 @@ def group_by_expert(
         x: ``[n, H]``, floating point.
         local_idx: int64 ``[n, K]``, local expert or -1.
         weights: float32 ``[n, K]`` (float64 with float64 rows).
-        padded_tokens_per_expert: int64 ``[L]`` on the CPU, counts rounded up to ``alignment``; sums to P.
+        num_slots: P, the sum of the counts rounded up to ``alignment``, or more; rows beyond that sum are undefined.
 
     Returns:
         rows ``[P, H]``, their weights ``[P]`` (zero for padding), and the slots that :func:`sum_over_experts` takes.
     """
-    num_slots = int(padded_tokens_per_expert.sum())
     rows, grouped, *slots = _Group.apply(  # type: ignore[no-untyped-call]
-        x, weights, local_idx, len(padded_tokens_per_expert), alignment, num_slots
+        x, weights, local_idx, num_local_experts, alignment, num_slots
     )
     return rows, grouped, layout.ExpertSlots(*slots)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,24 @@ from .pooled import BufferSpec, PooledBuffer
 from .probe import probe
 from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
 
-__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "on_cuda", "pool", "resolve_group", "typed"]
+__all__ = [
+    "BufferPool",
+    "BufferSpec",
+    "Ceiling",
+    "PooledBuffer",
+    "close_buffers",
+    "on_cuda",
+    "pool",
+    "resolve_group",
+    "typed",
+]
 
 logger = logging.getLogger(__name__)
 
-Wish = tuple[int, int | None, int | None, bool]
+Ceiling = int | Literal["decode"] | None
+"""Rows that a rank may dispatch in one call: a number, the environment's for decoding, or None for its usual one."""
+
+Wish = tuple[int, int | None, Ceiling, bool]
 """Hidden, top-k, ceiling and FP8, as asked for."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -62,7 +75,7 @@ class BufferPool:
         *,
         hidden: int,
         num_topk: int | None,
-        num_max_tokens_per_rank: int | None = None,
+        num_max_tokens_per_rank: Ceiling = None,
         use_fp8_dispatch: bool = False,
         num_sms: int = 0,
     ) -> PooledBuffer:
@@ -97,8 +110,17 @@ class BufferPool:
         agree(group, operation, {}, timeout=agreement_timeout(), failure=error)
         raise error
 
-    def close(self, group: dist.ProcessGroup | None = None, *, abort: bool = False) -> None:
+    def entries(self, group: dist.ProcessGroup | None = None) -> list[PooledBuffer]:
+        """The group's buffers, or all."""
+        return [entry for key, entry in self._entries.items() if group is None or key[0] is group]
+
+    def close(
+        self, group: dist.ProcessGroup | None = None, *, abort: bool = False, release_graphs: bool = False
+    ) -> None:
         """Close the group's buffers, or all. Collective over each living group unless ``abort``."""
+        if not abort:
+            for entry in self.entries(group):
+                entry.release_graphs(forced=release_graphs)
         for key in [key for key in self._entries if group is None or key[0] is group]:
             self._drop(key, abort=abort)
 
@@ -116,7 +138,7 @@ class BufferPool:
             self._drop(key, abort=True)
 
     def _find(
-        self, group: dist.ProcessGroup, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool
+        self, group: dist.ProcessGroup, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool
     ) -> PooledBuffer | None:
         assert self.pinned is not None
         spec = _spec(self.pinned, hidden, num_topk, ceiling, fp8)
@@ -192,7 +214,9 @@ class BufferPool:
             heartbeat.start()
         self._entries[group, spec] = entry
         if self.pinned is None:
-            self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
+            self.pinned = settings
+            if wish[2] != "decode":
+                self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
             self._seen_environment = snapshot()
         return entry
 
@@ -224,11 +248,13 @@ def typed(error: Exception, operation: str) -> MoEError:
     return ours
 
 
-_NOT_COMPARED = ("agree_secs", "max_tokens_per_rank", "hidden", "num_topk")
+_NOT_COMPARED = ("agree_secs", "max_tokens_per_rank", "decode_max_tokens_per_rank", "hidden", "num_topk")
 """Settings that may differ between ranks: a time-out, and what the spec holds as it came out."""
 
 
-def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool) -> BufferSpec:
+def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool) -> BufferSpec:
+    if ceiling == "decode":
+        ceiling = settings.decode_max_tokens_per_rank
     for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise InputError(name, got=repr(value), expected="an integer from 1")
@@ -276,11 +302,20 @@ pool = BufferPool()
 """The pool of this process."""
 
 
-def close_buffers(group: Group = None, *, abort: bool = False) -> None:
+def close_buffers(group: Group = None, *, abort: bool = False, release_graphs: bool = False) -> None:
     """Close the buffers of ``group``, or all of the process. Collective over each living group unless ``abort``.
+
+    A CUDA graph that uses a closed buffer would write to freed memory. What :func:`capture` returned refuses to be
+    replayed after the close; graphs captured in another way are protected by nothing but the refusal to close.
 
     Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next. A second
     call does nothing. With ``abort``, or where a collective failed, no collective is made, and what DeepEP holds stays
     until the process ends, which is warned about.
+
+    Args:
+        release_graphs: close also what CUDA graphs use; they must not be replayed again.
+
+    Raises:
+        CapturedBufferError: a buffer was used under a CUDA graph capture; nothing was closed.
     """
-    pool.close(None if group is None else resolve_group(group), abort=abort)
+    pool.close(None if group is None else resolve_group(group), abort=abort, release_graphs=release_graphs)

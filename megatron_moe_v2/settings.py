@@ -36,6 +36,7 @@ PREFIX = "MCORE_DEEPEP_V2_"
 
 _LEAST = {
     "max_tokens_per_rank": 1,
+    "decode_max_tokens_per_rank": 1,
     "hidden": 0,
     "num_topk": 0,
     "num_sms": -1,
@@ -57,6 +58,7 @@ class Settings:
         backend: which buffer class, ``auto`` takes the first that works of V2, V1, embedded.
         mode: topology of DeepEP V2 between nodes, ``hybrid`` or ``direct``.
         max_tokens_per_rank: the per-rank token ceiling, rows of ``x`` in one call.
+        decode_max_tokens_per_rank: the same for decoding, where a buffer of its own is asked for.
         hidden: least hidden size that a buffer is sized for; 0 takes the model's own.
         num_topk: least top-k that a buffer is sized for; 0 takes the model's own.
         num_sms: streaming multiprocessors that communication may use; 0 is automatic, -1 (``tune``) lets
@@ -73,6 +75,7 @@ class Settings:
     backend: str = "auto"
     mode: str = "hybrid"
     max_tokens_per_rank: int = 8192
+    decode_max_tokens_per_rank: int = 128
     hidden: int = 0
     num_topk: int = 0
     num_sms: int = 0
@@ -146,6 +149,12 @@ VARIABLES = (
     Variable(suffix="MODE", field="mode", parse=_choice(MODES), allowed=", ".join(MODES)),
     Variable(
         suffix="MAX_TOKENS_PER_RANK", field="max_tokens_per_rank", parse=_number(int, 1), allowed="an integer from 1"
+    ),
+    Variable(
+        suffix="DECODE_MAX_TOKENS_PER_RANK",
+        field="decode_max_tokens_per_rank",
+        parse=_number(int, 1),
+        allowed="an integer from 1",
     ),
     Variable(suffix="HIDDEN", field="hidden", parse=_number(int, 0), allowed="an integer from 0"),
     Variable(suffix="NUM_TOPK", field="num_topk", parse=_number(int, 0), allowed="an integer from 0"),
