@@ -111,7 +111,9 @@ def two_ceilings(rank: int, world: int) -> list[int]:
             dispatcher = FlexTokenDispatcher(
                 num_experts=4, layout="expert", static_shapes=True, num_max_tokens_per_rank=ceiling
             )
-            rows.append(len(dispatcher.dispatch(torch.ones(3, 8), torch.arange(2).expand(3, 2), torch.ones(3, 2)).tokens))
+            rows.append(
+                len(dispatcher.dispatch(torch.ones(3, 8), torch.arange(2).expand(3, 2), torch.ones(3, 2)).tokens)
+            )
         return [*rows, len(built), pool.pinned.max_tokens_per_rank]  # type: ignore[union-attr]
 
 
@@ -189,9 +191,7 @@ def misused(rank: int, world: int, check: int) -> dict[str, Any]:
         if check:
             seen["router"] = raised_by(lambda: dispatcher.dispatch(x, changed, weights, layout_cache=kept))
         rows = 2 if rank == 1 else 3
-        seen["rows"] = raised_by(
-            lambda: dispatcher.dispatch(x[:rows], idx[:rows], weights[:rows], layout_cache=kept)
-        )
+        seen["rows"] = raised_by(lambda: dispatcher.dispatch(x[:rows], idx[:rows], weights[:rows], layout_cache=kept))
         seen["layout"] = raised_by(lambda: other.dispatch(x, idx, weights, layout_cache=kept))
     return seen
 
