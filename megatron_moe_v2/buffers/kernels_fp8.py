@@ -1,8 +1,8 @@
 """Triton forms of ``fp8``'s quantisation and de-quantisation; imported only where they are used.
 
-Bit for bit what the plain forms compute. Codes are rounded and read by arithmetic of our own, so that nothing depends
-on what a version of Triton, its interpreter or a GPU makes of a cast. Products must not be fused with the
-additions that follow: every launch says so. Legend as in ``fp8``.
+Bit for bit what the plain forms compute. A GPU with FP8 casts rounds codes by its own instruction, which is what the
+arithmetic here computes too; elsewhere, in Triton's interpreter above all, nothing depends on what a cast makes of a
+number. Products must not be fused with the additions that follow: every launch says so. Legend as in ``fp8``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,14 +16,14 @@ from torch import Tensor
 
 __all__ = ["dequantize", "quantize"]
 
-_GROUPS = 32
+_GROUPS = 16
 """Groups of 128 channels that one program converts."""
 
 
 @triton.jit
 def _quantize(
     x, data, scales, num_groups, hidden, groups, stored, x_stride, row_stride, column_stride,
-    PACKED: tl.constexpr, GROUPS: tl.constexpr,
+    CAST: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """``stored`` groups a row, of which ``groups`` hold channels: packed scales fill up an int32."""
     number = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -51,17 +51,19 @@ def _quantize(
         limit = tl.full((GROUPS,), 448.0, tl.float32)
         inverse = tl.div_rn(limit, amax)
         tl.store(scales + place + group * column_stride, tl.div_rn(amax, limit), mask=real)
-    # As the plain form, but only the lowest byte: 56 is -8 * 121 there, and even, so that ties stay where they are.
     scaled = value * inverse[:, None]
-    exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    shifted = (exponent + ((20 << 23) + 56)).to(tl.float32, bitcast=True)
-    code = (tl.abs(scaled) + shifted).to(tl.int32, bitcast=True) + (exponent >> 20)
     sign, target = (bits >> 24) & 0x80, data + (row * groups * 128)[:, None] + channel
+    if CAST:
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:  # as the plain form, but only the lowest byte: 56 is -8 * 121 there, and even, so that ties stay
+        exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+        shifted = (exponent + ((20 << 23) + 56)).to(tl.float32, bitcast=True)
+        code = (((tl.abs(scaled) + shifted).to(tl.int32, bitcast=True) + (exponent >> 20)) | sign).to(tl.uint8)
     if unbounded:
-        code = tl.where(tl.abs(scaled) < float("inf"), code & 0x7F, 0x7F)
-        tl.store(target, (code | sign).to(tl.uint8), mask=real[:, None])
+        code = tl.where(tl.abs(scaled) < float("inf"), code, (sign | 0x7F).to(tl.uint8))
+        tl.store(target, code, mask=real[:, None])
     else:  # a store of its own keeps the selection above out of the common case
-        tl.store(target, (code | sign).to(tl.uint8), mask=real[:, None])
+        tl.store(target, code, mask=real[:, None])
 
 
 def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
@@ -80,6 +82,7 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
             stored,
             x.stride(0),
             *scales.stride(),
+            CAST=x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9),
             PACKED=packed,
             GROUPS=_GROUPS,
             enable_fp_fusion=False,
