@@ -13,6 +13,8 @@
 ``MoEError`` and the errors below it            see :mod:`megatron_moe_v2.errors`
 =============================================== =============================================================
 
+:mod:`megatron_moe_v2.megatron` puts the first three under megatron-core's flex token dispatcher.
+
 Importing the package imports nothing else, torch included: each name is loaded when it is first asked for.
 """
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         HandleError,
         InputError,
         LimitError,
+        MegatronError,
         MissingRankError,
         MoEError,
         RankMismatchError,
@@ -64,6 +67,7 @@ __all__ = [
     "HandleError",
     "InputError",
     "LimitError",
+    "MegatronError",
     "MissingRankError",
     "MoEError",
     "RankMismatchError",
@@ -93,6 +97,7 @@ _MODULES = {
     "HandleError": "errors",
     "InputError": "errors",
     "LimitError": "errors",
+    "MegatronError": "errors",
     "MissingRankError": "errors",
     "MoEError": "errors",
     "RankMismatchError": "errors",
