@@ -16,6 +16,8 @@
 ``MoEError`` and the errors below it            see :mod:`megatron_moe_v2.errors`
 =============================================== =============================================================
 
+:mod:`megatron_moe_v2.megatron` puts the first three under megatron-core's flex token dispatcher.
+
 Importing the package imports nothing else, torch included: each name is loaded when it is first asked for.
 """
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
         HandleError,
         InputError,
         LimitError,
+        MegatronError,
         MissingRankError,
         MoEError,
         RankMismatchError,
@@ -72,6 +75,7 @@ __all__ = [
     "HandleError",
     "InputError",
     "LimitError",
+    "MegatronError",
     "MissingRankError",
     "MoEError",
     "RankMismatchError",
@@ -106,6 +110,7 @@ _MODULES = {
     "HandleError": "errors",
     "InputError": "errors",
     "LimitError": "errors",
+    "MegatronError": "errors",
     "MissingRankError": "errors",
     "MoEError": "errors",
     "RankMismatchError": "errors",

@@ -20,6 +20,7 @@ __all__ = [
     "HandleError",
     "InputError",
     "LimitError",
+    "MegatronError",
     "MissingRankError",
     "MoEError",
     "RankMismatchError",
@@ -72,6 +73,10 @@ class HandleError(MoEError, ValueError):
 
 class BackendError(MoEError, RuntimeError):
     """A communication library is missing or broken."""
+
+
+class MegatronError(MoEError, RuntimeError):
+    """megatron-core is missing, lacks a name that is replaced, or is configured in a way that cannot work here."""
 
 
 class BufferClosedError(MoEError, RuntimeError):

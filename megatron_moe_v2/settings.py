@@ -24,6 +24,7 @@ __all__ = [
     "Variable",
     "agreement_timeout",
     "deepep_environment",
+    "is_set",
     "name_of",
     "read",
     "set_deepep_defaults",
@@ -197,6 +198,11 @@ def deepep_environment() -> dict[str, str | None]:
 def name_of(field: str) -> str:
     """Full name of the variable that sets ``field``, for messages."""
     return _BY_FIELD[field].name
+
+
+def is_set(field: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment says anything about ``field``."""
+    return bool((os.environ if environ is None else environ).get(name_of(field), "").strip())
 
 
 def snapshot(environ: Mapping[str, str] | None = None) -> tuple[str | None, ...]:
