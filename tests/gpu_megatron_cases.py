@@ -200,6 +200,8 @@ def build_layer(place: Place, topology: Topology, case: Case, path: str) -> Any:
     spec: Any = get_moe_module_spec(use_te=place.cuda, num_experts=place.experts, moe_grouped_gemm=place.cuda)
     layer = build_module(spec, config) if hasattr(spec, "module") else spec(config)
     layer.set_layer_number(1)
+    if place.cuda:
+        layer.cuda()  # the router's weight is built on the CPU
     if case.idle:
         _idle(layer.router.weight, case.idle, topology.expert)
     return layer.train()
