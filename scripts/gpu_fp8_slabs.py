@@ -11,6 +11,7 @@ copy's bytes a second; the copy moves the slabs' bytes.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -49,16 +50,16 @@ def quantisation(table: Table, groups: list[int]) -> None:
     x = torch.randn(8192, 7168, device="cuda").bfloat16()
     spoiled = x.clone()
     spoiled[:, 5] = torch.inf
-    usual = kernels_fp8._GROUPS
-    for size in groups or [usual]:
-        kernels_fp8._GROUPS = size
-        note = f", {size} groups" if groups else ""
+    usual = kernels_fp8._GROUPS, kernels_fp8._WARPS
+    for size, warps in itertools.product(groups, (1, 2, 4, 8)) if groups else [usual]:
+        kernels_fp8._GROUPS, kernels_fp8._WARPS = size, warps
+        note = f", {size} groups, {warps} warps" if groups else ""
         for fmt in FORMATS:
             rows = fp8.quantize(x, fmt)
             moved = nbytes(x, *rows.pair)
             table.line(f"quantise to {name_of(fmt)}{note}", moved, lambda fmt=fmt: fp8.quantize(x, fmt))
             table.line(f"de-quantise from {name_of(fmt)}{note}", moved, lambda rows=rows: fp8.dequantize(rows))
-    kernels_fp8._GROUPS = usual
+    kernels_fp8._GROUPS, kernels_fp8._WARPS = usual
     table.line("quantise with an infinity in each row", moved, lambda: fp8.quantize(spoiled))
 
 
@@ -100,7 +101,7 @@ def slab_kernels(table: Table) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", default="", help="sizes of a quantising program in groups of 128 to compare")
+    parser.add_argument("--groups", default="", help="sizes of a program, in groups of 128, to compare at 1 to 8 warps")
     groups = [int(size) for size in parser.parse_args().groups.split(",") if size]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}\n")
     table = Table()

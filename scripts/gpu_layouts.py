@@ -23,7 +23,9 @@ DeepEP directly, and the host's time for each call.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import os
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -169,7 +171,9 @@ def copy_gbs(nbytes: int = 2**30) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8192x2048,4096x7168", help="tokens x hidden, comma separated")
-    shapes = [tuple(map(int, shape.split("x"))) for shape in parser.parse_args().shapes.split(",")]
+    parser.add_argument("--profile", action="store_true", help="where the host's time goes in our calls, at one rank")
+    args = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     where = {} if "RANK" in os.environ else {"init_method": "tcp://127.0.0.1:29611", "rank": 0, "world_size": 1}
     dist.init_process_group("nccl", **where)
@@ -193,6 +197,8 @@ def main() -> None:
         table(dict(sorted(steps.items())), scene, bandwidth)
         if scene.num_ranks == 1:
             overhead(scene, entry)
+            if args.profile:
+                host_profile(scene)
         close_buffers()
         if scene.num_ranks > 1:
             os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v1"
@@ -319,6 +325,22 @@ def host_times(scene: Scene, entry: Any, num_sms: int, *, idle: bool) -> str:
         mine, other = medians
         texts.append(f"{name} {mine - other:.0f} µs ({mine:.0f} against {other:.0f})")
     return ", ".join(texts)
+
+
+def host_profile(scene: Scene) -> None:
+    x, weights, idx = scene.x.detach()[:16], scene.weights.detach()[:16], scene.idx[:16]
+    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    recv_x, *_, handle = fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert")
+    for run in (
+        lambda: fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert"),
+        lambda: fused_combine(recv_x, None, handle),
+    ):
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(500):
+            run()
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
 
 
 if __name__ == "__main__":

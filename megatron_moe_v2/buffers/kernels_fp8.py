@@ -19,16 +19,25 @@ __all__ = ["dequantize", "quantize"]
 _GROUPS = 16
 """Groups of 128 channels that one program converts."""
 
+_WARPS = 4
+
 
 @triton.jit
 def _quantize(
     x, data, scales, num_groups, hidden, groups, stored, x_stride, row_stride, column_stride,
-    CAST: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr,
+    CAST: tl.constexpr, PACKED: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """``stored`` groups a row, of which ``groups`` hold channels: packed scales fill up an int32."""
+    """``stored`` groups a row, of which ``groups`` hold channels: packed scales fill up an int32.
+
+    A program takes groups whose scales lie side by side: of one row, or one group of several rows.
+    """
     number = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     inside = number < num_groups
-    row, group = (number // stored).to(tl.int64), number % stored
+    if BY_ROW:
+        row, group = (number // stored).to(tl.int64), number % stored
+    else:
+        num_rows = num_groups // stored
+        row, group = (number % num_rows).to(tl.int64), number // num_rows
     real = inside & (group < groups)
     channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x + (row * x_stride)[:, None] + channel, mask=real[:, None] & (channel < hidden), other=0.0)
@@ -84,7 +93,9 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
             *scales.stride(),
             CAST=x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9),
             PACKED=packed,
+            BY_ROW=scales.stride(0) != 1 or scales.stride(1) == 1,
             GROUPS=_GROUPS,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
 
@@ -143,6 +154,7 @@ def dequantize(data: Tensor, scales: Tensor, out: Tensor) -> None:
             CAST=cast,
             PACKED=packed,
             GROUPS=_GROUPS,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
 
