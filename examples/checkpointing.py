@@ -24,8 +24,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 DESCRIPTION = "description.json"
 
 
-def entries(model: MoELanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name → tensor of all this rank holds; the tensors share memory with the model and the optimizer."""
+def entries(model: MoELanguageModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Name → tensor of all this rank holds; the tensors share memory with the model and the optimizer, if given."""
     owners = {
         f"{name}.{short}": module
         for name, module in model.named_modules()
@@ -35,7 +35,8 @@ def entries(model: MoELanguageModel, optimizer: torch.optim.Optimizer) -> dict[s
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         kinds = {"model": parameter.detach()}
-        kinds |= {f"optimizer.{moment}": optimizer.state[parameter][moment] for moment in MOMENTS}
+        if optimizer is not None:
+            kinds |= {f"optimizer.{moment}": optimizer.state[parameter][moment] for moment in MOMENTS}
         for kind, tensor in kinds.items():
             if name not in owners:
                 found[f"{kind}.{name}"] = tensor
@@ -103,3 +104,9 @@ def load(
     step = int(state["progress.step"])
     set_step(optimizer, step)
     return step, notes
+
+
+def load_model(path: Path, model: MoELanguageModel) -> None:
+    """Read the weights alone. Collective over the group."""
+    state: dict[str, Any] = entries(model)
+    read_tensors(state, checkpoint_id=path)

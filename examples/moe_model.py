@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from grouped_gemm import grouped_linear
+from expert_gemm import grouped_linear
 from layers import Embedding, Linear, RMSNorm
 from torch import Tensor, nn
 

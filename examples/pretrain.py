@@ -20,7 +20,7 @@ import plots
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from grouped_gemm import runs_native
+from expert_gemm import runs_native
 from moe_model import ModelConfig, MoELanguageModel, RouterStats
 from optimizers import build_optimizer, learning_rate, set_learning_rate
 from parallel import Ranks, StopRequest

@@ -7,11 +7,16 @@
 ``FlexTokenDispatcher``, ``Dispatched``         dispatch, experts, combine, for a script of one's own
 ``FusedDispatch``, ``FusedCombine``             the autograd functions below both
 ``prepare_buffer``, ``close_buffers``           build communication buffers before the first step, free them after
+``prepare_for_capture``, ``capture``            the same for CUDA graphs, and a graph whose replay knows its buffer
+``check_capacity``                              whether a rollout fits under the ceilings
+``RoutingLayout``                               a dispatch's layout, kept for its recomputation
 ``BufferSpec``                                  what identifies a buffer
 ``EmbeddedElasticBuffer``                       ``ElasticBuffer`` on plain ``torch.distributed``, CPU and GPU
 ``Settings``                                    what the environment asks for
 ``MoEError`` and the errors below it            see :mod:`megatron_moe_v2.errors`
 =============================================== =============================================================
+
+:mod:`megatron_moe_v2.megatron` puts the first three under megatron-core's flex token dispatcher.
 
 Importing the package imports nothing else, torch included: each name is loaded when it is first asked for.
 """
@@ -24,16 +29,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .autograd import FusedCombine, FusedDispatch
     from .buffers.embedded import EmbeddedElasticBuffer
+    from .capacity import check_capacity
+    from .cuda_graphs import capture, prepare_for_capture
     from .dispatcher import Dispatched, FlexTokenDispatcher
     from .errors import (
         BackendError,
         BufferClosedError,
         CapacityError,
+        CapturedBufferError,
         CaptureError,
         CommunicationError,
         HandleError,
         InputError,
         LimitError,
+        MegatronError,
         MissingRankError,
         MoEError,
         RankMismatchError,
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
     from .pool import close_buffers
     from .pooled import BufferSpec
     from .prepare import prepare_buffer
+    from .recompute import RoutingLayout
     from .settings import Settings
 
 __version__ = "0.1.0"
@@ -55,6 +65,7 @@ __all__ = [
     "BufferSpec",
     "CapacityError",
     "CaptureError",
+    "CapturedBufferError",
     "CommunicationError",
     "Dispatched",
     "EmbeddedElasticBuffer",
@@ -64,15 +75,20 @@ __all__ = [
     "HandleError",
     "InputError",
     "LimitError",
+    "MegatronError",
     "MissingRankError",
     "MoEError",
     "RankMismatchError",
+    "RoutingLayout",
     "Settings",
     "SettingsError",
+    "capture",
+    "check_capacity",
     "close_buffers",
     "fused_combine",
     "fused_dispatch",
     "prepare_buffer",
+    "prepare_for_capture",
     "set_deepep_num_sms",
 ]
 
@@ -84,6 +100,7 @@ _MODULES = {
     "BufferSpec": "pooled",
     "CapacityError": "errors",
     "CaptureError": "errors",
+    "CapturedBufferError": "errors",
     "CommunicationError": "errors",
     "Dispatched": "dispatcher",
     "EmbeddedElasticBuffer": "buffers.embedded",
@@ -93,15 +110,20 @@ _MODULES = {
     "HandleError": "errors",
     "InputError": "errors",
     "LimitError": "errors",
+    "MegatronError": "errors",
     "MissingRankError": "errors",
     "MoEError": "errors",
     "RankMismatchError": "errors",
+    "RoutingLayout": "recompute",
     "Settings": "settings",
     "SettingsError": "errors",
+    "capture": "cuda_graphs",
+    "check_capacity": "capacity",
     "close_buffers": "pool",
     "fused_combine": "fused_a2a",
     "fused_dispatch": "fused_a2a",
     "prepare_buffer": "prepare",
+    "prepare_for_capture": "cuda_graphs",
     "set_deepep_num_sms": "fused_a2a",
 }
 

@@ -31,10 +31,10 @@ _events: dict[str, int] = {}
 lie in the same store."""
 
 
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """The group was not destroyed."""
+def is_registered(group: dist.ProcessGroup, rank: int | None = None) -> bool:
+    """The group was not destroyed. ``rank`` is this process's in the default group, where it is known."""
     try:
-        dist.get_group_rank(group, dist.get_rank())
+        dist.get_group_rank(group, dist.get_rank() if rank is None else rank)
     except (ValueError, RuntimeError):
         return False
     return True

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buffers.contract import flatten_handle, rebuild_handle
+from .buffers.contract import rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
     Received,
+    complete,
     first_order,
     launch_cached_dispatch,
     launch_combine,
@@ -28,6 +29,7 @@ from .communication import (
     like,
     or_zeros,
 )
+from .recompute import RoutingLayout
 from .streams import finish
 
 __all__ = [
@@ -44,7 +46,7 @@ def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None
     """What the backward of a dispatch needs: the handle's tensors saved, all else plain."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*received.without_gradient())
-    tensors, ctx.skeleton = flatten_handle(received.handle.ep_handle)
+    tensors, ctx.skeleton = received.handle.flat
     ctx.save_for_backward(*tensors)
     ctx.call, ctx.weights_travel = received.handle.call, weights_travel
     ctx.received = like(received.x), like(received.topk_weights)
@@ -66,7 +68,7 @@ def launch_backward_of_dispatch(
 def keep_combine(ctx: Any, call: Call, handle: DispatchHandle, combined: Tensor) -> None:
     """What the backward of a combine needs, as :func:`keep_dispatch`."""
     ctx.set_materialize_grads(False)
-    tensors, ctx.skeleton = flatten_handle(handle.ep_handle)
+    tensors, ctx.skeleton = handle.flat
     ctx.save_for_backward(*tensors)
     ctx.call, ctx.combined = call, like(combined)
 
@@ -82,7 +84,7 @@ class FusedDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call
+        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call, layout_cache: RoutingLayout | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]:
         """Collective over the group. Arguments as :func:`launch_dispatch`.
 
@@ -90,8 +92,9 @@ class FusedDispatch(torch.autograd.Function):
             ``(recv_x, recv_topk_idx, recv_topk_weights, tokens_per_expert, handle)``; ``x`` and the weights have
             gradients, the indices and counts have none.
         """
-        received, event = launch_dispatch(call, x, topk_idx, topk_weights)
+        received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
         finish(event)
+        received = complete(received)
         keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])
         ctx.weights_dtype = topk_weights.dtype
         return (*received,)
@@ -105,7 +108,8 @@ class FusedDispatch(torch.autograd.Function):
         summed_x, summed_weights, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         finish(event)
         grad_topk_weights = summed_weights.to(ctx.weights_dtype) if summed_weights is not None else None
-        return summed_x if ctx.needs_input_grad[0] else None, None, grad_topk_weights, None  # x, idx, weights, call
+        grad_of_x = summed_x if ctx.needs_input_grad[0] else None
+        return grad_of_x, None, grad_topk_weights, None, None  # x, idx, weights, call, layout_cache
 
 
 class FusedCombine(torch.autograd.Function):

@@ -7,9 +7,9 @@ H hidden, K top-k, L local experts, n received tokens, A rows of the expert layo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,15 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .agreement import post_failure, posted_failure
+from .buffers.contract import HandleSkeleton, flatten_handle
+from .buffers.layout import align_counts
 from .errors import CaptureError, CommunicationError, InputError
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
-from .streams import launch_arguments, restored_on_error
+from .recompute import RoutingLayout
+from .streams import launch_arguments
 
 __all__ = [
     "Call",
     "DispatchHandle",
     "Received",
+    "complete",
     "first_order",
     "launch_cached_dispatch",
     "launch_combine",
@@ -47,6 +51,7 @@ class Call:
         num_experts: E, over all ranks.
         expert_layout: rows grouped by expert instead of one per token.
         expert_alignment: rows of each expert are padded to a multiple of this.
+        static_shapes: as many rows as the ceiling allows, whatever arrives; the host waits for nothing.
         async_finish: the kernels run beside the host's next work until their result is waited for.
         allocate_on_comm_stream: results belong to the communication stream.
     """
@@ -55,12 +60,23 @@ class Call:
     num_experts: int
     expert_layout: bool
     expert_alignment: int
-    async_finish: bool
-    allocate_on_comm_stream: bool
+    static_shapes: bool = False
+    async_finish: bool = False
+    allocate_on_comm_stream: bool = False
 
     @property
     def zero_padding(self) -> bool:
         return self.expert_layout and self.expert_alignment > 1
+
+    @property
+    def counts_on_device(self) -> bool:
+        return self.zero_padding or self.static_shapes
+
+    def on_streams(self, async_finish: bool, allocate_on_comm_stream: bool) -> Call:
+        """The same call with these stream flags."""
+        if self.async_finish == async_finish and self.allocate_on_comm_stream == allocate_on_comm_stream:
+            return self
+        return replace(self, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
 
     def streams(self) -> dict[str, Any]:
         return launch_arguments(
@@ -76,13 +92,26 @@ class DispatchHandle:
         call: how the dispatch was made.
         ep_handle: the backend's own ``EPHandle``.
         num_rows: rows that the combine takes: n, or A in the expert layout.
-        padded_tokens_per_expert: int64 ``[L]`` on the CPU, rows of each expert with padding, for a grouped GEMM.
     """
 
     call: Call
     ep_handle: Any
     num_rows: int
-    padded_tokens_per_expert: Tensor
+
+    @functools.cached_property
+    def padded_tokens_per_expert(self) -> Tensor:
+        """``[L]``, rows of each expert with padding, for a grouped GEMM; int64 on the CPU.
+
+        With static shapes int32 on the device.
+        """
+        if not self.call.static_shapes:
+            return _on_cpu(self.ep_handle.num_recv_tokens_per_expert_list)
+        return align_counts(self.ep_handle.num_unaligned_recv_tokens_per_expert, self.call.expert_alignment)
+
+    @functools.cached_property
+    def flat(self) -> tuple[tuple[Tensor, ...], HandleSkeleton]:
+        """``ep_handle`` taken apart, for ``save_for_backward``."""
+        return flatten_handle(self.ep_handle)
 
 
 class Received(NamedTuple):
@@ -99,99 +128,152 @@ class Received(NamedTuple):
         return [one for one in (self.topk_idx, self.tokens_per_expert) if one is not None]
 
 
-@contextmanager
-def _communication(call: Call, operation: str, x: Tensor) -> Iterator[None]:
-    """Around a buffer call: no autocast inside, streams restored, and a failure explained, remembered and passed on."""
-    entry, kind = call.entry, x.device.type
-    _refuse_in_capture(entry, operation, x)
-    heartbeat.note(entry.group, operation, x.shape)
-    autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-    with restored_on_error(), autocast:
-        try:
-            yield
-            if entry.broken:
-                entry.broken = False  # all ranks are in step again
-        except CommunicationError as error:
-            entry.broken = True
-            if entry.backend.name == "embedded":
-                raise
-            posted = posted_failure(entry.group, heartbeat.number(entry.group) - 1)
+def _communicate(call: Call, operation: str, x: Tensor, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Call the buffer; the stream is restored on an error, and a failure is explained, remembered and passed on."""
+    entry, stream = call.entry, None
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _refuse_in_capture(call, operation)
+        entry.note_capture()
+    entry.operations.note(operation, x.shape)
+    try:
+        if call.async_finish or call.allocate_on_comm_stream:
+            if call.allocate_on_comm_stream and torch.cuda.is_initialized():
+                stream = torch.cuda.current_stream()
+            more.update(call.streams())
+        result = method(*args, **more)
+    except BaseException as error:
+        if stream is not None:  # DeepEP leaves its own stream current then
+            torch.cuda.set_stream(stream)
+        _pass_on(entry, error)
+        raise
+    entry.broken = False  # all ranks are in step
+    return result
+
+
+def _pass_on(entry: PooledBuffer, error: BaseException) -> None:
+    """Where the buffer has no channel for failures: explain another rank's by its word in the store, or leave word."""
+    if isinstance(error, CommunicationError):
+        entry.broken = True
+        if entry.backend.name != "embedded":
+            posted = posted_failure(entry.group, entry.operations.number - 1)
             raise posted or CommunicationError(f"{error}\n{heartbeat.report(entry.group)}") from error
-        except Exception as error:
-            if entry.backend.name != "embedded":
-                entry.broken = True  # the others will time out, and then make no collective with this rank
-                post_failure(entry.group, heartbeat.number(entry.group), error)
-            raise
+    elif isinstance(error, Exception) and entry.backend.name != "embedded":
+        entry.broken = True  # the others will time out, and then make no collective with this rank
+        post_failure(entry.group, entry.operations.number, error)
 
 
-def _refuse_in_capture(entry: PooledBuffer, operation: str, x: Tensor) -> None:
-    """A call that synchronises the host cannot be captured; every embedded one does."""
-    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return
-    if entry.backend.name == "embedded" or operation == "dispatch":
-        raise CaptureError(
-            f"{operation} on {entry.backend.class_name} waits for counts on the host and cannot be captured",
-            fix="Keep it outside the CUDA graph.",
-        )
+def _refuse_in_capture(call: Call, operation: str) -> None:
+    """A call that synchronises the host cannot be captured."""
+    entry, reason = call.entry, None
+    if entry.backend.name != "deepep_v2":
+        reason = f"{entry.backend.class_name} synchronises the host in every call"
+    elif operation == "dispatch" and not call.static_shapes:
+        reason = "the host waits for the counts: pass static_shapes=True"
+    elif operation == "dispatch" and call.expert_layout and entry.spec.deterministic:
+        reason = "sorting the expert layout, which DETERMINISTIC=1 asks for, synchronises the host"
+    if reason is not None:
+        raise CaptureError(f"{operation} inside a CUDA graph capture", fix=f"Keep it outside: {reason}.")
 
 
-def launch_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Received, Any]:
-    """Tokens to the ranks of their experts. Collective over the group.
+def launch_dispatch(
+    call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layout_cache: RoutingLayout | None = None
+) -> tuple[Received, Any]:
+    """Tokens to the ranks of their experts; what is received goes through :func:`complete` after the wait.
+
+    Collective over the group.
 
     Args:
         x: ``[T, H]``, any strides.
         topk_idx: integer ``[T, K]``, global expert, negative for none.
         topk_weights: floating ``[T, K]``, any dtype; travels as float32 (float64 with float64 tokens).
+        layout_cache: filled if it is empty; else rows come to lie as they lay in the dispatch that filled it, and no
+            counts are exchanged.
     """
-    weights_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with _communication(call, "dispatch", x):
-        recv_x, recv_idx, recv_weights, ep_handle, event = call.entry.buffer.dispatch(
-            x.contiguous(),
-            topk_idx=topk_idx.long().contiguous(),
-            topk_weights=topk_weights.to(weights_dtype).contiguous(),
-            num_experts=call.num_experts,
-            num_max_tokens_per_rank=call.entry.spec.num_max_tokens_per_rank,
-            expert_alignment=call.expert_alignment,
-            num_sms=call.entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout),
-            do_expand=call.expert_layout,
-            do_zero_padding=call.zero_padding,
-            **call.streams(),
-        )
-    assert recv_weights is not None
-    padded = torch.tensor(ep_handle.num_recv_tokens_per_expert_list, dtype=torch.int64)
-    counts = ep_handle.num_unaligned_recv_tokens_per_expert.clone() if call.zero_padding else padded.clone()
-    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_x.shape[0], padded_tokens_per_expert=padded)
+    entry = call.entry
+    known = None if layout_cache is None else layout_cache.handle
+    weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    if known is None:
+        num_sms = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
+        routing: dict[str, Any] = {"topk_idx": topk_idx.long().contiguous(), "num_sms": num_sms}
+        if call.static_shapes:
+            routing["do_cpu_sync"] = False
+    else:
+        routing = {"handle": known.ep_handle, "num_sms": known.ep_handle.num_sms}
+    recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(
+        call,
+        "dispatch" if known is None else "repeated dispatch",
+        x,
+        entry.buffer.dispatch,
+        x.contiguous(),
+        topk_weights=topk_weights.to(weights_dtype).contiguous(),
+        num_experts=call.num_experts,
+        num_max_tokens_per_rank=entry.spec.num_max_tokens_per_rank,
+        expert_alignment=call.expert_alignment,
+        do_expand=call.expert_layout,
+        do_zero_padding=call.zero_padding,
+        **routing,
+    )
+    if call.counts_on_device:
+        counts = ep_handle.num_unaligned_recv_tokens_per_expert
+    else:
+        counts = _on_cpu(ep_handle.num_recv_tokens_per_expert_list)
+    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_x.shape[0])
+    if layout_cache is not None and known is None:
+        layout_cache.handle = handle
     return Received(recv_x, recv_idx, recv_weights, counts, handle), event
+
+
+def complete(received: Received) -> Received:
+    """What can be done only after the wait: counts of the caller's own, and no expert for rows that nobody sent."""
+    call, idx = received.handle.call, received.topk_idx
+    if not call.counts_on_device:
+        return received
+    if idx is not None:
+        num_received = received.handle.ep_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        idx.masked_fill_((torch.arange(len(idx), device=idx.device) >= num_received)[:, None], -1)
+    return received._replace(tokens_per_expert=received.tokens_per_expert.clone())
+
+
+def _on_cpu(counts: list[int]) -> Tensor:
+    """int64 ``[L]``; through an array, four times faster than ``torch.tensor``."""
+    return torch.frombuffer(array("q", counts), dtype=torch.int64)
 
 
 def launch_combine(
     call: Call, x: Tensor, ep_handle: Any, topk_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Any]:
     """Rows back to their tokens, summed, and with them the weights, unsummed. Collective over the group."""
-    with _communication(call, "combine", x):
-        return call.entry.buffer.combine(
+    return cast(
+        "tuple[Tensor, Tensor | None, Any]",
+        _communicate(
+            call,
+            "combine",
+            x,
+            call.entry.buffer.combine,
             x.contiguous(),
             ep_handle,
             topk_weights=topk_weights,
             num_sms=call.entry.combine_num_sms(ep_handle),
-            **call.streams(),
-        )
+        ),
+    )
 
 
 def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor, Any]:
     """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group."""
-    with _communication(call, "cached dispatch", x):
-        recv_x, _, _, _, event = call.entry.buffer.dispatch(
-            x.contiguous(),
-            handle=ep_handle,
-            num_experts=ep_handle.num_experts,
-            num_max_tokens_per_rank=ep_handle.num_max_tokens_per_rank,
-            expert_alignment=ep_handle.expert_alignment,
-            num_sms=ep_handle.num_sms,
-            do_expand=ep_handle.do_expand,
-            do_zero_padding=call.zero_padding,
-            **call.streams(),
-        )
+    recv_x, _, _, _, event = _communicate(
+        call,
+        "cached dispatch",
+        x,
+        call.entry.buffer.dispatch,
+        x.contiguous(),
+        handle=ep_handle,
+        num_experts=ep_handle.num_experts,
+        num_max_tokens_per_rank=ep_handle.num_max_tokens_per_rank,
+        expert_alignment=ep_handle.expert_alignment,
+        num_sms=ep_handle.num_sms,
+        do_expand=ep_handle.do_expand,
+        do_zero_padding=call.zero_padding,
+    )
     return recv_x, event
 
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .buffers.contract import align
 from .buffers.layout import ExpertSlots, align_counts
 from .communication import DispatchHandle
 from .errors import HandleError, InputError, MoEError
 from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, sum_over_experts
-from .pool import Group, pool, resolve_group
+from .pool import Ceiling, Group, pool, resolve_group
+from .recompute import RoutingLayout
 
 __all__ = ["Dispatched", "FlexTokenDispatcher"]
 
@@ -32,7 +34,9 @@ class Dispatched:
         tokens: ``[P, H]``, grouped by local expert; padding rows are zero.
         weights: float32 ``[P]``, routing weight of each row; zero for padding.
         tokens_per_expert: ``[L]``, exact counts; on the CPU unless the expert layout pads.
-        padded_tokens_per_expert: int64 ``[L]`` on the CPU, sums to P: what a grouped GEMM walks by.
+        padded_tokens_per_expert: int64 ``[L]`` on the CPU, sums to P: what a grouped GEMM walks by. With static shapes
+            P is what the ceiling allows, both counts are int32 on the device, and rows beyond the padded counts' sum
+            are undefined: nothing here reads them, and the experts must not.
         handle: of the dispatch.
         slots: the token layout's own permutation, None in the expert layout.
         shape: of the tokens before dispatch, ``[..., H]``.
@@ -56,6 +60,9 @@ class FlexTokenDispatcher:
         layout: ``"token"`` permutes on this side; ``"expert"`` lets the buffer deliver rows grouped by expert.
         expert_alignment: pad each expert's rows to a multiple of this.
         num_topk: K, needed by :meth:`dispatch_dense` alone.
+        num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several.
+        static_shapes: as many rows as the ceiling allows, whatever arrives, and no host synchronisation; see
+            :class:`Dispatched`.
         name: label in errors, e.g. ``"layer 3"``.
         async_finish, allocate_on_comm_stream: DeepEP's stream flags.
 
@@ -71,6 +78,8 @@ class FlexTokenDispatcher:
         layout: Layout = "token",
         expert_alignment: int = 1,
         num_topk: int | None = None,
+        num_max_tokens_per_rank: Ceiling = None,
+        static_shapes: bool = False,
         name: str | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
@@ -87,15 +96,19 @@ class FlexTokenDispatcher:
         self.num_local_experts = num_experts // self.group.size()
         self.layout, self.expert_alignment = layout, expert_alignment
         self.num_topk, self.name = num_topk, name
+        self.num_max_tokens_per_rank, self.static_shapes = num_max_tokens_per_rank, static_shapes
         self.async_finish, self.allocate_on_comm_stream = async_finish, allocate_on_comm_stream
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, layout_cache: RoutingLayout | None = None
+    ) -> Dispatched:
         """Send tokens to their experts. Collective over the group.
 
         Args:
             x: ``[..., H]``, floating point.
             topk_idx: integer ``[..., K]``, global experts; negative entries select nothing.
             topk_weights: floating ``[..., K]``.
+            layout_cache: as :func:`fused_dispatch` takes it.
 
         Raises:
             MoEError: as :func:`fused_dispatch`, with this dispatcher's name.
@@ -112,6 +125,9 @@ class FlexTokenDispatcher:
                 self.allocate_on_comm_stream,
                 layout=self.layout,
                 expert_alignment=self.expert_alignment if expert else 1,
+                num_max_tokens_per_rank=self.num_max_tokens_per_rank,
+                static_shapes=self.static_shapes,
+                layout_cache=layout_cache,
             )
         except MoEError as error:
             named = self._named(error)
@@ -121,7 +137,10 @@ class FlexTokenDispatcher:
         slots, padded = None, handle.padded_tokens_per_expert
         if recv_idx is not None:
             padded = align_counts(padded, self.expert_alignment)
-            recv_x, recv_weights, slots = group_by_expert(recv_x, recv_idx, recv_weights, padded, self.expert_alignment)
+            num_slots = self._most_slots(handle) if self.static_shapes else int(padded.sum())
+            recv_x, recv_weights, slots = group_by_expert(
+                recv_x, recv_idx, recv_weights, self.num_local_experts, num_slots, self.expert_alignment
+            )
         return Dispatched(
             tokens=recv_x,
             weights=recv_weights,
@@ -155,6 +174,12 @@ class FlexTokenDispatcher:
         topk_weights = probs.gather(-1, topk_idx)
         unselected = score == float("-inf")
         return self.dispatch(x, topk_idx.masked_fill(unselected, -1), topk_weights.masked_fill(unselected, 0))
+
+    def _most_slots(self, handle: DispatchHandle) -> int:
+        """P for whatever arrives: every received row at as many experts as it can select here."""
+        num_topk, experts = handle.ep_handle.topk_idx.shape[1], self.num_local_experts
+        most = handle.num_rows * min(num_topk, experts) + (self.expert_alignment - 1) * experts
+        return align(most, self.expert_alignment)
 
     def combine(self, expert_output: Tensor, dispatched: Dispatched, *, apply_weights: bool = True) -> Tensor:
         """Sum the experts' rows of each token. Collective over the group.

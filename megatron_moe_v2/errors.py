@@ -15,10 +15,12 @@ __all__ = [
     "BufferClosedError",
     "CapacityError",
     "CaptureError",
+    "CapturedBufferError",
     "CommunicationError",
     "HandleError",
     "InputError",
     "LimitError",
+    "MegatronError",
     "MissingRankError",
     "MoEError",
     "RankMismatchError",
@@ -73,12 +75,20 @@ class BackendError(MoEError, RuntimeError):
     """A communication library is missing or broken."""
 
 
+class MegatronError(MoEError, RuntimeError):
+    """megatron-core is missing, lacks a name that is replaced, or is configured in a way that cannot work here."""
+
+
 class BufferClosedError(MoEError, RuntimeError):
     """The buffer was closed, or its process group is gone."""
 
 
 class CaptureError(MoEError, RuntimeError):
     """Something that cannot be captured was asked for inside a CUDA graph capture."""
+
+
+class CapturedBufferError(MoEError, RuntimeError):
+    """A buffer cannot be closed while a CUDA graph uses it."""
 
 
 class CommunicationError(MoEError, RuntimeError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -21,8 +20,9 @@ from .autograd import FusedCombine, FusedDispatch
 from .communication import Call, DispatchHandle
 from .errors import BufferClosedError, HandleError, InputError, MoEError
 from .overlap import Pending, launch_pending_combine, launch_pending_dispatch
-from .pool import Group, pool, resolve_group
+from .pool import Ceiling, Group, pool, resolve_group
 from .probe import probe
+from .recompute import RoutingLayout
 from .settings import agreement_timeout
 
 __all__ = ["HAVE_DEEP_EP", "HAVE_DEEP_EP_V2", "Layout", "fused_combine", "fused_dispatch", "set_deepep_num_sms"]
@@ -50,6 +50,8 @@ def _eager(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
@@ -69,7 +71,9 @@ def fused_dispatch(
     *,
     layout: Layout = "token",
     expert_alignment: int = 1,
-    num_max_tokens_per_rank: int | None = None,
+    num_max_tokens_per_rank: Ceiling = None,
+    static_shapes: bool = False,
+    layout_cache: RoutingLayout | None = None,
     wait: Literal[True] = True,
 ) -> Delivered: ...
 
@@ -86,7 +90,9 @@ def fused_dispatch(
     *,
     layout: Layout = "token",
     expert_alignment: int = 1,
-    num_max_tokens_per_rank: int | None = None,
+    num_max_tokens_per_rank: Ceiling = None,
+    static_shapes: bool = False,
+    layout_cache: RoutingLayout | None = None,
     wait: Literal[False],
 ) -> Pending[Delivered]: ...
 
@@ -103,7 +109,9 @@ def fused_dispatch(
     *,
     layout: Layout = "token",
     expert_alignment: int = 1,
-    num_max_tokens_per_rank: int | None = None,
+    num_max_tokens_per_rank: Ceiling = None,
+    static_shapes: bool = False,
+    layout_cache: RoutingLayout | None = None,
     wait: bool = True,
 ) -> Delivered | Pending[Delivered]:
     """Send each token to the ranks of its experts. Collective over the group.
@@ -118,7 +126,12 @@ def fused_dispatch(
         layout: ``"token"``: a row for each received token. ``"expert"``: a row for each (token, local expert), grouped
             by expert: nothing is left to permute.
         expert_alignment: pad each expert's rows to a multiple of this, with zeros (expert layout only).
-        num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several.
+        num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several; ``"decode"`` is the
+            environment's for decoding.
+        static_shapes: as many rows as the ceiling allows, whatever arrives, and no host synchronisation, so that the
+            call can be captured in a CUDA graph (DeepEP V2).
+        layout_cache: filled by the first dispatch that it is passed to; a later one, a recomputation, repeats that
+            one's routing without exchanging counts. One for each micro-batch and layer.
         wait: False returns at once, with a :class:`Pending` whose ``wait()`` returns the rest.
 
     Returns:
@@ -131,7 +144,12 @@ def fused_dispatch(
         above 1 int32 ``[L]`` on the device of ``x``, while ``handle.padded_tokens_per_expert`` is what a grouped GEMM
         walks by.
 
+        Static shapes: ``n`` and ``A`` are what the ceiling allows, counts are int32 ``[L]`` on the device. Rows that
+        nobody sent are undefined and must not be read: their ``recv_indices`` are -1, and they lie past the last
+        expert's padded end.
+
     Raises:
+        CaptureError: inside a CUDA graph capture, where this call cannot be captured; says why.
         InputError, LimitError, CapacityError: on every rank, if the call is wrong on any.
         SettingsError, BackendError, RankMismatchError, MissingRankError: from building the buffer at the first call.
     """
@@ -148,14 +166,19 @@ def fused_dispatch(
         num_experts=num_experts,
         expert_layout=layout == "expert",
         expert_alignment=expert_alignment,
-        async_finish=async_finish,
+        static_shapes=static_shapes,
+        async_finish=async_finish or not wait,
         allocate_on_comm_stream=allocate_on_comm_stream,
     )
+    failure = layout_cache.mismatch(call, token_indices, compare=entry.check) if layout_cache is not None else None
     if entry.check:
-        _compare("dispatch", call, x, token_probs, failure=_index_error(token_indices, num_experts))
+        failure = failure or _index_error(token_indices, num_experts)
+        _compare("dispatch", call, x, token_probs, failure=failure)
+    elif failure is not None:
+        entry.fail("dispatch", failure)
     if not wait:
-        return launch_pending_dispatch(replace(call, async_finish=True), x, token_indices, token_probs)
-    return FusedDispatch.apply(x, token_indices, token_probs, call)  # type: ignore[no-untyped-call, no-any-return]
+        return launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
+    return FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @overload
@@ -218,11 +241,11 @@ def fused_combine(
         raise
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         pool.fail(group, "combine", error)
-    call = replace(handle.call, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+    call = handle.call.on_streams(async_finish or not wait, allocate_on_comm_stream)
     if call.entry.check:
         _compare("combine", call, x)
     if not wait:
-        return launch_pending_combine(replace(call, async_finish=True), x, handle)
+        return launch_pending_combine(call, x, handle)
     return FusedCombine.apply(x, handle, call), None  # type: ignore[no-untyped-call]
 
 

@@ -17,30 +17,42 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Heartbeat", "heartbeat"]
+__all__ = ["Heartbeat", "Operations", "heartbeat"]
 
 logger = logging.getLogger(__name__)
 
 PERIOD_SECS = 1.0
 
 
+class Operations:
+    """Counts the operations of one group.
+
+    Attributes:
+        number: operations launched so far.
+    """
+
+    def __init__(self, latest: list[Any]) -> None:
+        self.number = 0
+        self._latest = latest
+
+    def note(self, operation: str, shape: tuple[int, ...]) -> None:
+        """An operation of the group is about to be launched; all that a step pays."""
+        self.number += 1
+        self._latest[:] = self.number, operation, shape
+
+
 class Heartbeat:
-    """The heartbeat of this process. ``note()`` is all that a step pays."""
+    """The heartbeat of this process."""
 
     def __init__(self) -> None:
-        self._operation: tuple[int, str, tuple[int, ...]] = (0, "nothing", ())
-        self._numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+        self._latest: list[Any] = [0, "nothing", ()]
+        self._operations: weakref.WeakKeyDictionary[dist.ProcessGroup, Operations] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    def number(self, group: dist.ProcessGroup) -> int:
-        """Operations of the group launched so far."""
-        return self._numbers.get(group, 0)
-
-    def note(self, group: dist.ProcessGroup, operation: str, shape: tuple[int, ...]) -> None:
-        """An operation of the group is about to be launched."""
-        number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        self._operation = (number, operation, shape)
+    def operations(self, group: dist.ProcessGroup) -> Operations:
+        """The group's count."""
+        return self._operations.setdefault(group, Operations(self._latest))
 
     def start(self) -> None:
         """Begin to post; a second call does nothing. Needs the default process group."""
@@ -55,7 +67,7 @@ class Heartbeat:
         beat = 0
         while dist.is_initialized() and not self._stopped.is_set():
             beat += 1
-            number, operation, shape = self._operation
+            number, operation, shape = self._latest
             word = {**own, "beat": beat, "number": number, "operation": operation, "shape": list(shape)}
             try:
                 store.set(_key(rank), json.dumps(word))

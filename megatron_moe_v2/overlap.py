@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 
 from .autograd import keep_combine, keep_dispatch, launch_backward_of_combine, launch_backward_of_dispatch
-from .communication import Call, DispatchHandle, first_order, launch_combine, launch_dispatch, like, or_zeros
+from .communication import (
+    Call,
+    DispatchHandle,
+    complete,
+    first_order,
+    launch_combine,
+    launch_dispatch,
+    like,
+    or_zeros,
+)
 from .errors import InputError
+from .recompute import RoutingLayout
 from .streams import finish
 
 __all__ = ["Pending", "launch_pending_combine", "launch_pending_dispatch"]
@@ -71,8 +81,16 @@ class Pending(Generic[_T]):
 
 class _DispatchLaunch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call, flight: _Flight) -> Tensor:
-        received, event = launch_dispatch(call, x, topk_idx, topk_weights)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        call: Call,
+        layout_cache: RoutingLayout | None,
+        flight: _Flight,
+    ) -> Tensor:
+        received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
         flight.load((received, ctx.needs_input_grad[2]), event)
         ctx.flight, ctx.weights_dtype = flight, topk_weights.dtype
         return x.new_empty(0)
@@ -83,13 +101,14 @@ class _DispatchLaunch(torch.autograd.Function):
         grad_x, grad_weights = ctx.flight.unload()
         grad_weights = None if grad_weights is None else grad_weights.to(ctx.weights_dtype)
         grad_x = grad_x if ctx.needs_input_grad[0] else None
-        return grad_x, None, grad_weights, None, None  # x, idx, weights, call, flight
+        return grad_x, None, grad_weights, None, None, None  # x, idx, weights, call, layout_cache, flight
 
 
 class _DispatchWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> tuple[Any, ...]:
         received, weights_travel = flight.unload()
+        received = complete(received)
         keep_dispatch(ctx, received, weights_travel=weights_travel)
         ctx.flight, ctx.ticket = flight, like(ticket)
         return tuple(received)
@@ -134,10 +153,12 @@ class _CombineWait(torch.autograd.Function):
         return or_zeros(None, ctx.ticket), None  # ticket, flight
 
 
-def launch_pending_dispatch(call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Pending[Any]:
+def launch_pending_dispatch(
+    call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layout_cache: RoutingLayout | None = None
+) -> Pending[Any]:
     """Launch a dispatch; its ``wait()`` returns what ``FusedDispatch`` does. Collective over the group."""
     flight = _Flight()
-    ticket = _DispatchLaunch.apply(x, topk_idx, topk_weights, call, flight)  # type: ignore[no-untyped-call]
+    ticket = _DispatchLaunch.apply(x, topk_idx, topk_weights, call, layout_cache, flight)  # type: ignore[no-untyped-call]
     return Pending("dispatch", call, _DispatchWait.apply, ticket, flight)
 
 

@@ -18,7 +18,7 @@ __all__ = ["group_by_expert", "sum_over_experts"]
 
 
 def group_by_expert(
-    x: Tensor, local_idx: Tensor, weights: Tensor, padded_tokens_per_expert: Tensor, alignment: int = 1
+    x: Tensor, local_idx: Tensor, weights: Tensor, num_local_experts: int, num_slots: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, layout.ExpertSlots]:
     """One row for each (token, local expert), grouped by expert, each group padded with zero rows.
 
@@ -26,14 +26,13 @@ def group_by_expert(
         x: ``[n, H]``, floating point.
         local_idx: int64 ``[n, K]``, local expert or -1.
         weights: float32 ``[n, K]`` (float64 with float64 rows).
-        padded_tokens_per_expert: int64 ``[L]`` on the CPU, counts rounded up to ``alignment``; sums to P.
+        num_slots: P, the sum of the counts rounded up to ``alignment``, or more; rows beyond that sum are undefined.
 
     Returns:
         rows ``[P, H]``, their weights ``[P]`` (zero for padding), and the slots that :func:`sum_over_experts` takes.
     """
-    num_slots = int(padded_tokens_per_expert.sum())
     rows, grouped, *slots = _Group.apply(  # type: ignore[no-untyped-call]
-        x, weights, local_idx, len(padded_tokens_per_expert), alignment, num_slots
+        x, weights, local_idx, num_local_experts, alignment, num_slots
     )
     return rows, grouped, layout.ExpertSlots(*slots)
 
@@ -75,7 +74,12 @@ class _Group(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
-        grad_x, grad_topk = layout.sum_rows(grad.contiguous(), slots), layout.pick(grad_weights, slots)
+        grad, grad_weights = grad.contiguous(), grad_weights.contiguous()
+        if kernels := layout.kernels_for(grad):
+            target = grad.new_empty(len(slots), grad.shape[1])
+            grad_x, grad_topk = kernels.ungroup(grad, slots, target, grad_weights)
+        else:
+            grad_x, grad_topk = layout.sum_rows(grad, slots), layout.pick(grad_weights, slots)
         return grad_x, grad_topk, None, None, None, None  # x, weights, idx, experts, alignment, slots
 
 

@@ -7,8 +7,9 @@ Nothing here is collective except what says so.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,30 @@ from .pooled import BufferSpec, PooledBuffer
 from .probe import probe
 from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
 
-__all__ = ["BufferPool", "BufferSpec", "PooledBuffer", "close_buffers", "on_cuda", "pool", "resolve_group", "typed"]
+__all__ = [
+    "BufferPool",
+    "BufferSpec",
+    "Ceiling",
+    "PooledBuffer",
+    "close_buffers",
+    "on_cuda",
+    "pool",
+    "resolve_group",
+    "typed",
+]
 
 logger = logging.getLogger(__name__)
 
-Wish = tuple[int, int | None, int | None, bool]
+Ceiling = int | Literal["decode"] | None
+"""Rows that a rank may dispatch in one call: a number, the environment's for decoding, or None for its usual one."""
+
+Wish = tuple[int, int | None, Ceiling, bool]
 """Hidden, top-k, ceiling and FP8, as asked for."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
+
+LOOK_SECS = 1.0
+"""How often the environment is looked at for changes: reading it takes longer than the rest of a lookup."""
 
 
 class BufferPool:
@@ -50,6 +67,7 @@ class BufferPool:
         self._found: dict[tuple[dist.ProcessGroup, Wish], PooledBuffer] = {}
         self._last: dict[dist.ProcessGroup, PooledBuffer] = {}
         self._seen_environment = snapshot()
+        self._look_again = 0.0
 
     def obtain(
         self,
@@ -57,17 +75,17 @@ class BufferPool:
         *,
         hidden: int,
         num_topk: int | None,
-        num_max_tokens_per_rank: int | None = None,
+        num_max_tokens_per_rank: Ceiling = None,
         use_fp8_dispatch: bool = False,
         num_sms: int = 0,
     ) -> PooledBuffer:
         """The buffer for these sizes; built now, collectively over the group, if there is none."""
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
-        if not is_registered(group):
-            self._purge()
-            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
         entry = self._found.get((group, wish))
-        if entry is None or entry.closed:
+        if entry is None or not entry.usable:
+            if not is_registered(group):
+                self._purge()
+                raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
             try:
                 entry = self._find(group, *wish) if self.pinned else None
             except InputError as error:
@@ -92,8 +110,17 @@ class BufferPool:
         agree(group, operation, {}, timeout=agreement_timeout(), failure=error)
         raise error
 
-    def close(self, group: dist.ProcessGroup | None = None, *, abort: bool = False) -> None:
+    def entries(self, group: dist.ProcessGroup | None = None) -> list[PooledBuffer]:
+        """The group's buffers, or all."""
+        return [entry for key, entry in self._entries.items() if group is None or key[0] is group]
+
+    def close(
+        self, group: dist.ProcessGroup | None = None, *, abort: bool = False, release_graphs: bool = False
+    ) -> None:
         """Close the group's buffers, or all. Collective over each living group unless ``abort``."""
+        if not abort:
+            for entry in self.entries(group):
+                entry.release_graphs(forced=release_graphs)
         for key in [key for key in self._entries if group is None or key[0] is group]:
             self._drop(key, abort=abort)
 
@@ -111,7 +138,7 @@ class BufferPool:
             self._drop(key, abort=True)
 
     def _find(
-        self, group: dist.ProcessGroup, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool
+        self, group: dist.ProcessGroup, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool
     ) -> PooledBuffer | None:
         assert self.pinned is not None
         spec = _spec(self.pinned, hidden, num_topk, ceiling, fp8)
@@ -187,11 +214,16 @@ class BufferPool:
             heartbeat.start()
         self._entries[group, spec] = entry
         if self.pinned is None:
-            self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
+            self.pinned = settings
+            if wish[2] != "decode":
+                self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
             self._seen_environment = snapshot()
         return entry
 
     def _warn_of_changes(self) -> None:
+        if time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + LOOK_SECS
         now = snapshot()
         if now == self._seen_environment:
             return
@@ -216,11 +248,13 @@ def typed(error: Exception, operation: str) -> MoEError:
     return ours
 
 
-_NOT_COMPARED = ("agree_secs", "max_tokens_per_rank", "hidden", "num_topk")
+_NOT_COMPARED = ("agree_secs", "max_tokens_per_rank", "decode_max_tokens_per_rank", "hidden", "num_topk")
 """Settings that may differ between ranks: a time-out, and what the spec holds as it came out."""
 
 
-def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: int | None, fp8: bool) -> BufferSpec:
+def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool) -> BufferSpec:
+    if ceiling == "decode":
+        ceiling = settings.decode_max_tokens_per_rank
     for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise InputError(name, got=repr(value), expected="an integer from 1")
@@ -248,31 +282,40 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
     Raises:
         InputError: a mesh of more dimensions, or no default group.
     """
-    if not isinstance(group, dist.ProcessGroup | DeviceMesh | None):
-        raise InputError("group", got=type(group).__name__, expected="a ProcessGroup, a DeviceMesh or None")
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')
-        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if group is None:
-        if not dist.is_initialized():
+        world = dist.group.WORLD
+        if world is None:
             raise InputError(
                 "no process group", fix="Call torch.distributed.init_process_group(), also for a single rank."
             )
-        group = dist.group.WORLD
-    assert group is not None
-    return group
+        return world
+    if not isinstance(group, DeviceMesh):
+        raise InputError("group", got=type(group).__name__, expected="a ProcessGroup, a DeviceMesh or None")
+    if group.ndim != 1:
+        raise InputError("dimensions of the DeviceMesh", got=group.ndim, expected="1", fix='Pass mesh["ep"].')
+    return group.get_group()
 
 
 pool = BufferPool()
 """The pool of this process."""
 
 
-def close_buffers(group: Group = None, *, abort: bool = False) -> None:
+def close_buffers(group: Group = None, *, abort: bool = False, release_graphs: bool = False) -> None:
     """Close the buffers of ``group``, or all of the process. Collective over each living group unless ``abort``.
+
+    A CUDA graph that uses a closed buffer would write to freed memory. What :func:`capture` returned refuses to be
+    replayed after the close; graphs captured in another way are protected by nothing but the refusal to close.
 
     Handles of closed buffers refuse to be used. When none is left, the settings are read anew for the next. A second
     call does nothing. With ``abort``, or where a collective failed, no collective is made, and what DeepEP holds stays
     until the process ends, which is warned about.
+
+    Args:
+        release_graphs: close also what CUDA graphs use; they must not be replayed again.
+
+    Raises:
+        CapturedBufferError: a buffer was used under a CUDA graph capture; nothing was closed.
     """
-    pool.close(None if group is None else resolve_group(group), abort=abort)
+    pool.close(None if group is None else resolve_group(group), abort=abort, release_graphs=release_graphs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from .agreement import agree, is_registered, post_failure
 from .buffers import Backend
 from .buffers.contract import BuiltBuffer, ElasticBufferLike, buffer_bytes
-from .errors import BufferClosedError
+from .errors import BufferClosedError, CapturedBufferError
 from .heartbeat import heartbeat
 from .settings import TUNE, agreement_timeout
 
@@ -79,15 +80,21 @@ class PooledBuffer:
         check: bool,
     ) -> None:
         self.group, self.spec, self.backend, self.wished_num_sms, self.check = group, spec, backend, num_sms, check
+        self.operations = heartbeat.operations(group)
+        self.closed, self._rank = False, dist.get_rank()
         self.broken = False
         self.dropped: str | None = None
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.captured = False
+        self.capturing: Any = None
         self._built: BuiltBuffer | None = built
         self.tuned: dict[bool, tuple[int, int]] = {}
         self._estimates: dict[tuple[int, int], int] = {}
 
     @property
-    def closed(self) -> bool:
-        return self._built is None
+    def usable(self) -> bool:
+        """Neither closed nor its group destroyed."""
+        return not self.closed and is_registered(self.group, self._rank)
 
     @property
     def buffer(self) -> ElasticBufferLike:
@@ -107,7 +114,7 @@ class PooledBuffer:
         if self._built.report_failure is not None:
             self._built.report_failure(operation, error)
         self.broken = True  # the others will time out, and then make no collective with this rank
-        post_failure(self.group, heartbeat.number(self.group), error)
+        post_failure(self.group, self.operations.number, error)
         raise error
 
     @property
@@ -119,6 +126,28 @@ class PooledBuffer:
         """Collective over the group, where there is a channel: all ranks announce the same, or all raise."""
         if self._built is not None and self._built.announce is not None:
             self._built.announce(text)
+
+    def note_capture(self) -> None:
+        """The buffer is used inside a CUDA graph capture: by one of our callables, or behind our back."""
+        if self.capturing is not None:
+            self.graphs.add(self.capturing)
+        else:
+            self.captured = True
+
+    def release_graphs(self, *, forced: bool) -> None:
+        """Let go of the CUDA graphs that use this buffer.
+
+        Raises:
+            CapturedBufferError: there are some, and it was not ``forced``.
+        """
+        if not forced and (self.captured or len(self.graphs)):
+            raise CapturedBufferError(
+                "the buffer was used under a CUDA graph capture: a replay after the close would write to freed memory",
+                fix="Drop the graphs, then close_buffers(release_graphs=True).",
+            )
+        self.captured = False
+        for graph in list(self.graphs):
+            graph.release()
 
     def num_sms_for(self, num_experts: int, num_topk: int, expert_layout: bool) -> int:
         """SM count of a dispatch. Collective over the group at the first call for these numbers, on DeepEP V2.
@@ -170,7 +199,7 @@ class PooledBuffer:
         """
         if self._built is None:
             return
-        built, self._built = self._built, None
+        built, self._built, self.closed = self._built, None, True
         if abort or self.broken or not is_registered(self.group):
             if self.backend.name != "embedded":
                 held = self.spec.num_bytes(self.group.size())

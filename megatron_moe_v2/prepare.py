@@ -17,7 +17,7 @@ from torch import Tensor
 from .agreement import agree
 from .communication import Call, launch_cached_dispatch, launch_combine, launch_dispatch
 from .errors import InputError
-from .pool import Group, PooledBuffer, on_cuda, pool, resolve_group
+from .pool import Ceiling, Group, PooledBuffer, on_cuda, pool, resolve_group
 from .settings import TUNE, name_of
 from .streams import finish
 
@@ -37,12 +37,13 @@ def prepare_buffer(
     *,
     hidden: int,
     num_topk: int | None = None,
-    num_max_tokens_per_rank: int | None = None,
+    num_max_tokens_per_rank: Ceiling = None,
     num_sms: int = 0,
     warmup: bool = False,
     num_experts: int | None = None,
     layouts: Sequence[Literal["token", "expert"]] = ("token", "expert"),
     expert_alignment: int = 1,
+    static_shapes: bool = False,
 ) -> PooledBuffer:
     """Build the buffer before step 0, or return the one there is. Collective over the group.
 
@@ -50,13 +51,15 @@ def prepare_buffer(
         group: process group, one-dimensional ``DeviceMesh``, or None for the default group.
         hidden: H, elements of a token row.
         num_topk: K; None sizes for DeepEP's largest, 32, and serves every later top-k.
-        num_max_tokens_per_rank: M, rows that a rank may dispatch in one call; default from the environment.
+        num_max_tokens_per_rank: M, rows that a rank may dispatch in one call; default from the environment, where
+            ``"decode"`` is the ceiling for decoding.
         num_sms: streaming multiprocessors for communication; 0 is automatic.
         warmup: run forward and backward of each layout once, so that step 0 compiles nothing. With the environment's SM
             count set to ``tune``, also time a few counts and keep the best of each direction and layout.
         num_experts: E, needed by ``warmup``, as is ``num_topk``.
         layouts: what ``warmup`` runs.
         expert_alignment: of the expert layout in ``warmup``.
+        static_shapes: warm up what ``static_shapes=True`` needs instead.
 
     Raises:
         SettingsError, BackendError, InputError: on every rank, if anything is wrong on any.
@@ -86,8 +89,7 @@ def prepare_buffer(
                 num_experts=num_experts,
                 expert_layout=layout == "expert",
                 expert_alignment=expert_alignment if layout == "expert" else 1,
-                async_finish=False,
-                allocate_on_comm_stream=False,
+                static_shapes=static_shapes,
             )
             _warm_up(call, hidden, num_topk, layout)
     elif entry.wished_num_sms == TUNE:

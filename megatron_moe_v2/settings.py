@@ -24,6 +24,7 @@ __all__ = [
     "Variable",
     "agreement_timeout",
     "deepep_environment",
+    "is_set",
     "name_of",
     "read",
     "set_deepep_defaults",
@@ -36,6 +37,7 @@ PREFIX = "MCORE_DEEPEP_V2_"
 
 _LEAST = {
     "max_tokens_per_rank": 1,
+    "decode_max_tokens_per_rank": 1,
     "hidden": 0,
     "num_topk": 0,
     "num_sms": -1,
@@ -57,6 +59,7 @@ class Settings:
         backend: which buffer class, ``auto`` takes the first that works of V2, V1, embedded.
         mode: topology of DeepEP V2 between nodes, ``hybrid`` or ``direct``.
         max_tokens_per_rank: the per-rank token ceiling, rows of ``x`` in one call.
+        decode_max_tokens_per_rank: the same for decoding, where a buffer of its own is asked for.
         hidden: least hidden size that a buffer is sized for; 0 takes the model's own.
         num_topk: least top-k that a buffer is sized for; 0 takes the model's own.
         num_sms: streaming multiprocessors that communication may use; 0 is automatic, -1 (``tune``) lets
@@ -73,6 +76,7 @@ class Settings:
     backend: str = "auto"
     mode: str = "hybrid"
     max_tokens_per_rank: int = 8192
+    decode_max_tokens_per_rank: int = 128
     hidden: int = 0
     num_topk: int = 0
     num_sms: int = 0
@@ -147,6 +151,12 @@ VARIABLES = (
     Variable(
         suffix="MAX_TOKENS_PER_RANK", field="max_tokens_per_rank", parse=_number(int, 1), allowed="an integer from 1"
     ),
+    Variable(
+        suffix="DECODE_MAX_TOKENS_PER_RANK",
+        field="decode_max_tokens_per_rank",
+        parse=_number(int, 1),
+        allowed="an integer from 1",
+    ),
     Variable(suffix="HIDDEN", field="hidden", parse=_number(int, 0), allowed="an integer from 0"),
     Variable(suffix="NUM_TOPK", field="num_topk", parse=_number(int, 0), allowed="an integer from 0"),
     Variable(suffix="NUM_SMS", field="num_sms", parse=_num_sms, allowed="an integer from 0, or tune"),
@@ -163,8 +173,13 @@ _BY_FIELD = {variable.field: variable for variable in VARIABLES}
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
-DEEPEP_DEFAULTS = {"NCCL_CUMEM_ENABLE": "1"}
-"""Every variable of others that this package sets, where it is unset and ``set_env`` allows it."""
+DEEPEP_DEFAULTS = {"NCCL_CUMEM_ENABLE": "1", "EP_AVOID_RECORD_STREAM": "1"}
+"""Every variable of others that this package sets, where it is unset and ``set_env`` allows it.
+
+``NCCL_CUMEM_ENABLE``: DeepEP V2 maps other ranks' memory through it. ``EP_AVOID_RECORD_STREAM``: an asynchronous call
+keeps its tensors in its event, which is dropped at the wait, instead of in ``record_stream``: freed memory is there at
+once for the next call, and the call can be captured in a CUDA graph.
+"""
 
 
 def set_deepep_defaults(settings: Settings) -> None:
@@ -183,6 +198,11 @@ def deepep_environment() -> dict[str, str | None]:
 def name_of(field: str) -> str:
     """Full name of the variable that sets ``field``, for messages."""
     return _BY_FIELD[field].name
+
+
+def is_set(field: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment says anything about ``field``."""
+    return bool((os.environ if environ is None else environ).get(name_of(field), "").strip())
 
 
 def snapshot(environ: Mapping[str, str] | None = None) -> tuple[str | None, ...]:

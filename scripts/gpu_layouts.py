@@ -1,7 +1,8 @@
-"""Token layout with a permutation against expert layout without one, on the real DeepEP V2 at one rank.
+"""Token layout with a permutation against expert layout without one, on the real DeepEP V2.
 
-    python scripts/gpu_layouts.py                                 # prints Markdown
+    python scripts/gpu_layouts.py                                 # one rank; prints Markdown
     python scripts/gpu_layouts.py --shapes 8192x2048,4096x7168
+    torchrun --standalone --nproc-per-node 2 scripts/gpu_layouts.py  # two GPUs
 
 Forward and backward of router output in, rows grouped by expert, identity experts, and back:
 
@@ -10,14 +11,21 @@ Forward and backward of router output in, rows grouped by expert, identity exper
     (c) token layout with this package's Triton permutation
     (d) expert layout, nothing to permute
 
-(a) and (b) call megatron-core's own functions and are left out where it, or Transformer Engine, is missing. Rounds are
-interleaved. "GPU ms" is the sum of kernel times from torch.profiler, "elapsed ms" the median between CUDA events.
-Below it, (d) beside the same four calls made on DeepEP directly, and the host's time for each call.
+    (e) no fused dispatch: every routed copy by NCCL all-to-all, permuted, sorted and un-permuted by Transformer Engine
+    (f) as (b) on DeepEP V1, with several ranks; measured after the others
+
+(a), (b), (e) and (f) call megatron-core's own functions and are left out where it, or Transformer Engine, is missing.
+Rounds are interleaved. "GPU ms" is the sum of kernel times from torch.profiler, "elapsed ms" the median between CUDA
+events, both of rank 0. All must give the same output. Below it, at one rank, (d) beside the same four calls made on
+DeepEP directly, and the host's time for each call.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import os
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -41,14 +49,18 @@ class Scene:
 
     def __init__(self, tokens: int, hidden: int) -> None:
         self.tokens, self.hidden = tokens, hidden
-        draw = torch.Generator("cuda").manual_seed(0)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.num_local_experts = NUM_EXPERTS // self.num_ranks
+        draw = torch.Generator("cuda").manual_seed(self.rank)
         self.x = torch.randn(tokens, hidden, device="cuda", generator=draw).bfloat16().requires_grad_()
         weights, self.idx = torch.rand(tokens, NUM_EXPERTS, device="cuda", generator=draw).topk(NUM_TOPK)
         self.weights = weights.softmax(-1).requires_grad_()
         self.upstream = torch.randn(tokens, hidden, device="cuda", generator=draw).bfloat16()
-        self.copies = torch.ones(tokens * NUM_TOPK, device="cuda")
+        self.copies = torch.ones(self.num_ranks * tokens * NUM_TOPK, device="cuda")
+        self.y: Tensor | None = None
 
     def backward(self, y: Tensor, weights: Tensor) -> None:
+        self.y = y.detach()
         torch.autograd.backward([y, weights], [self.upstream, self.copies[: weights.numel()].view_as(weights)])
         self.x.grad = self.weights.grad = None
 
@@ -66,12 +78,12 @@ class Scene:
         from megatron.core.transformer.moe.moe_utils import permute, unpermute
         from megatron.core.transformer.moe.token_dispatcher import _DeepepManager
 
-        manager = SimpleNamespace(num_local_experts=NUM_EXPERTS)
+        manager = SimpleNamespace(num_local_experts=self.num_local_experts)
 
         def step() -> None:
             recv_x, idx, probs, counts, handle = fused_dispatch(self.x, self.idx, self.weights, NUM_EXPERTS, None)
             if fused:
-                routing, dense = fused_indices_to_multihot(idx, probs, NUM_EXPERTS)
+                routing, dense = fused_indices_to_multihot(idx, probs, self.num_local_experts)
             else:
                 routing, dense = _DeepepManager._indices_to_multihot(manager, idx, probs)
             rows, weights, order, *_ = permute(
@@ -79,6 +91,35 @@ class Scene:
             )
             back = unpermute(rows, order, restore_shape=recv_x.shape, routing_map=routing, fused=fused)
             self.backward(fused_combine(back.to(recv_x.dtype), None, handle)[0], weights)
+
+        return step
+
+    def plain(self) -> Step:
+        from megatron.core.tensor_parallel import all_to_all
+        from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
+
+        group, num_local = dist.group.WORLD, self.num_local_experts
+        chunk = torch.arange(NUM_EXPERTS, device="cuda").view(self.num_ranks, num_local)
+        by_expert, by_source = chunk.T.ravel(), chunk.view(num_local, self.num_ranks).T.ravel()
+
+        def step() -> None:
+            routing = torch.zeros(self.tokens, NUM_EXPERTS, dtype=torch.bool, device="cuda").scatter(1, self.idx, True)
+            dense = torch.zeros(self.tokens, NUM_EXPERTS, device="cuda").scatter(1, self.idx, self.weights)
+            every = torch.empty(self.num_ranks, NUM_EXPERTS, dtype=torch.int64, device="cuda")
+            dist.all_gather_into_tensor(every, routing.sum(0))
+            mine = every[:, self.rank * num_local : (self.rank + 1) * num_local]
+            sent = every[self.rank].view(self.num_ranks, num_local).sum(1).tolist()
+            received = mine.sum(1).tolist()
+            rows, weights, order, *_ = permute(
+                self.x, routing, probs=dense, num_out_tokens=self.tokens * NUM_TOPK, fused=True
+            )
+            rows, weights = (all_to_all(group, one, received, sent) for one in (rows, weights))
+            if self.num_ranks > 1:
+                rows, weights = sort_chunks_by_idxs(rows, mine.ravel(), by_expert, probs=weights, fused=True)
+                rows, _ = sort_chunks_by_idxs(rows, mine.T.ravel(), by_source, fused=True)
+            rows = all_to_all(group, rows, sent, received)
+            back = unpermute(rows, order, restore_shape=self.x.shape, routing_map=routing, fused=True)
+            self.backward(back.to(self.x.dtype), weights)
 
         return step
 
@@ -98,6 +139,8 @@ class Scene:
 
 
 def elapsed(step: Step) -> float:
+    if dist.get_world_size() > 1:
+        dist.barrier()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     step()
@@ -128,55 +171,99 @@ def copy_gbs(nbytes: int = 2**30) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8192x2048,4096x7168", help="tokens x hidden, comma separated")
-    shapes = [tuple(map(int, shape.split("x"))) for shape in parser.parse_args().shapes.split(",")]
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29611", rank=0, world_size=1)
+    parser.add_argument("--profile", action="store_true", help="where the host's time goes in our calls, at one rank")
+    args = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    where = {} if "RANK" in os.environ else {"init_method": "tcp://127.0.0.1:29611", "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl", **where)
     bandwidth = copy_gbs()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s, median of {ROUNDS}\n")
+    say(
+        f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} "
+        f"GB/s, median of {ROUNDS}\n"
+    )
     for tokens, hidden in shapes:
-        entry = prepare_buffer(hidden=hidden, num_topk=NUM_TOPK, num_max_tokens_per_rank=tokens)
-        print(entry.describe(), "\n")
+        entry = prepare(tokens, hidden)
         scene = Scene(tokens, hidden)
         steps: dict[str, Step] = {"(c) token + our Triton": scene.flex("token"), "(d) expert": scene.flex("expert")}
-        for name, fused in (("(a) token + megatron-core unfused", False), ("(b) token + megatron-core and TE", True)):
-            try:
-                step = scene.megatron(fused)
-                step()
-                steps[name] = step
-            except (ImportError, ValueError) as error:
-                print(f"{name} left out: {error}\n")
-        table(dict(sorted(steps.items())), tokens, hidden, bandwidth)
-        overhead(scene, entry)
+        for name, make in {
+            "(a) token + megatron-core unfused": lambda: scene.megatron(False),  # noqa: B023
+            "(b) token + megatron-core and TE": lambda: scene.megatron(True),  # noqa: B023
+            "(e) all-to-all + TE": scene.plain,
+        }.items():
+            add(steps, name, make)
+        say(f"T {tokens} x H {hidden} a rank, K {NUM_TOPK}, E {NUM_EXPERTS}, forward and backward:\n")
+        say("| | elapsed ms | GPU ms | kernels | copy floor ms | peak MiB |\n|---|---|---|---|---|---|")
+        table(dict(sorted(steps.items())), scene, bandwidth)
+        if scene.num_ranks == 1:
+            overhead(scene, entry)
+            if args.profile:
+                host_profile(scene)
         close_buffers()
+        if scene.num_ranks > 1:
+            os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v1"
+            wanted = os.environ.pop("MCORE_DEEPEP_V2_NUM_SMS", None)
+            prepare(tokens, hidden)
+            steps = {}
+            add(steps, "(f) V1, token + megatron-core and TE", lambda: scene.megatron(True))  # noqa: B023
+            table(steps, scene, bandwidth)
+            close_buffers()
+            os.environ["MCORE_DEEPEP_V2_BACKEND"] = "auto"
+            if wanted is not None:
+                os.environ["MCORE_DEEPEP_V2_NUM_SMS"] = wanted
     dist.destroy_process_group()
 
 
-def table(steps: dict[str, Step], tokens: int, hidden: int, bandwidth: float) -> None:
-    for step in steps.values():
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def prepare(tokens: int, hidden: int) -> Any:
+    """The buffer, warmed up, and tuned where the environment asks for it."""
+    entry = prepare_buffer(
+        hidden=hidden, num_topk=NUM_TOPK, num_max_tokens_per_rank=tokens, num_experts=NUM_EXPERTS, warmup=True
+    )
+    say(f"{entry.describe()}; SM counts tuned for (dispatch, combine) by layout: {entry.tuned or 'none'}\n")
+    return entry
+
+
+def add(steps: dict[str, Step], name: str, make: Callable[[], Step]) -> None:
+    """The step, unless what it needs is not installed."""
+    try:
+        step = make()
+        step()
+        steps[name] = step
+    except (ImportError, ValueError) as error:
+        say(f"{name} left out: {error}\n")
+
+
+def table(steps: dict[str, Step], scene: Scene, bandwidth: float) -> None:
+    for name, step in steps.items():
         for _ in range(3):
             step()
+        assert scene.y is not None
+        if not torch.allclose(scene.y, scene.x.detach() * NUM_TOPK, rtol=2e-2, atol=1e-2):
+            say(f"{name}: wrong values")
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
             times[name].append(elapsed(step))
-    row = 2 * hidden
-    # Rows read and written forward; backward is the same again. Token layout: dispatch and combine move each token once
-    # in and out, permute and un-permute read or write each copy once more.
-    once, copy = tokens * row, tokens * NUM_TOPK * row
+    row = 2 * scene.hidden
+    # At one rank, rows read and written forward; backward is the same again. Token layout: dispatch and combine move
+    # each token once in and out, permute and un-permute read or write each copy once more.
+    once, copy = scene.tokens * row, scene.tokens * NUM_TOPK * row
     floors = {"token": 2 * (2 * 2 * once + 2 * (once + copy)), "expert": 2 * 2 * (once + copy)}
-    print(f"T {tokens} x H {hidden}, K {NUM_TOPK}, E {NUM_EXPERTS}, forward and backward:\n")
-    print("| | elapsed ms | GPU ms | kernels | copy floor ms | peak MiB |\n|---|---|---|---|---|---|")
     for name, step in steps.items():
         gpu, count = kernels(step)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        floor = floors["expert" if name.startswith("(d)") else "token"] / bandwidth / 1e6
-        print(
-            f"| {name} | {statistics.median(times[name]):.3f} | {gpu:.3f} | {count} | {floor:.3f} | {peak:.0f} |",
-            flush=True,
-        )
-    print()
+        floor = floors["expert" if name.startswith(("(d)", "(e)")) else "token"] / bandwidth / 1e6
+        least = f"{floor:.3f}" if scene.num_ranks == 1 else ""
+        say(f"| {name} | {statistics.median(times[name]):.3f} | {gpu:.3f} | {count} | {least} | {peak:.0f} |")
+    say("")
 
 
 def overhead(scene: Scene, entry: Any) -> None:
@@ -192,40 +279,68 @@ def overhead(scene: Scene, entry: Any) -> None:
     mine, other = statistics.median(gpu["ours"]), statistics.median(gpu["raw"])
     print(f"GPU time of four calls, expert layout: ours {mine:.3f} ms, DeepEP alone {other:.3f} ms, {mine / other:.3f}")
     print(f"kernels: ours {kernels(ours)[1]}, DeepEP alone {kernels(theirs)[1]} (of ours 2 fill gradients in the test)")
-    print(f"host time a call beyond DeepEP's: {host_times(scene, entry, num_sms)}\n", flush=True)
+    print(f"host time a call beyond DeepEP's, calls back to back: {host_times(scene, entry, num_sms, idle=False)}")
+    print(
+        f"with an idle device and cold caches before each: {host_times(scene, entry, num_sms, idle=True)}\n", flush=True
+    )
 
 
-def host_times(scene: Scene, entry: Any, num_sms: int) -> str:
-    """Median microseconds of the Python call, ours less DeepEP's; the device is idle before each."""
-    raw = entry.buffer.raw
+def host_times(scene: Scene, entry: Any, num_sms: int, *, idle: bool) -> str:
+    """Median microseconds of the Python call, ours less DeepEP's.
+
+    Few tokens, so that a call back to back with others does not wait for the device; a dispatch always waits for its
+    own counts. With ``idle`` the device is waited for and the caches are filled with something else before each call.
+    """
+    raw, tokens = entry.buffer.raw, 16
     sizes = {"num_experts": NUM_EXPERTS, "num_max_tokens_per_rank": scene.tokens, "expert_alignment": 1}
-    x, weights = scene.x.detach(), scene.weights.detach()
-    recv_x, _, _, _, handle = fused_dispatch(x, scene.idx, weights, NUM_EXPERTS, None, layout="expert")
+    x, weights, idx = scene.x.detach()[:tokens], scene.weights.detach()[:tokens], scene.idx[:tokens]
+    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    recv_x, _, _, _, handle = fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert")
+    kept = torch.ones(2**22), torch.ones(2**22)
     pairs: dict[str, tuple[Step, Step]] = {
         "dispatch": (
-            lambda: fused_dispatch(scene.x, scene.idx, scene.weights, NUM_EXPERTS, None, layout="expert"),
-            lambda: (
-                raw.dispatch(x, topk_idx=scene.idx, topk_weights=weights, num_sms=num_sms, do_expand=True, **sizes)
-                and None
-            ),
+            lambda: fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert"),
+            lambda: raw.dispatch(x, topk_idx=idx, topk_weights=weights, num_sms=num_sms, do_expand=True, **sizes),
         ),
         "combine": (
             lambda: fused_combine(recv_x, None, handle),
-            lambda: raw.combine(recv_x, handle.ep_handle, num_sms=num_sms),
+            lambda: raw.combine(recv_x.detach(), handle.ep_handle, num_sms=num_sms),
         ),
     }
     texts = []
-    for name, (ours, theirs) in pairs.items():
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(200):
-            for side, run in zip(times, (ours, theirs), strict=True):
-                torch.cuda.synchronize()
+    for name, sides in pairs.items():
+        medians = []
+        for run in sides:
+            times = []
+            for _ in range(300):
+                if idle:
+                    torch.cuda.synchronize()
+                    kept[0].copy_(kept[1])
                 start = time.perf_counter()
-                run()
-                side.append(time.perf_counter() - start)
-        mine, other = (statistics.median(side) * 1e6 for side in times)
+                result = run()
+                times.append(time.perf_counter() - start)
+                del result
+            torch.cuda.synchronize()
+            medians.append(statistics.median(times) * 1e6)
+        mine, other = medians
         texts.append(f"{name} {mine - other:.0f} µs ({mine:.0f} against {other:.0f})")
     return ", ".join(texts)
+
+
+def host_profile(scene: Scene) -> None:
+    x, weights, idx = scene.x.detach()[:16], scene.weights.detach()[:16], scene.idx[:16]
+    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    recv_x, *_, handle = fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert")
+    for run in (
+        lambda: fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert"),
+        lambda: fused_combine(recv_x, None, handle),
+    ):
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(500):
+            run()
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
 
 
 if __name__ == "__main__":

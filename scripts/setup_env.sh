@@ -75,6 +75,27 @@ setup_env() {
     echo "$extras" >>"$venv/installed.txt"
 }
 
+# Installs megatron-core without its GPU dependencies: 0.19.2 into the environment, 0.16.1 beside it, and leaves the
+# second's folder in $MEGATRON_CORE_0_16. Where that cannot be had, the tests that need it are skipped.
+setup_megatron() {
+    local venv=${VENV:-.venv}
+    export MEGATRON_CORE_0_16=$PWD/$venv/megatron-core-0.16.1
+    case $venv in /*) MEGATRON_CORE_0_16=$venv/megatron-core-0.16.1 ;; esac
+    if ! grep -qxF megatron-core "$venv/installed.txt"; then
+        echo "Installing megatron-core 0.19.2 and 0.16.1 without dependencies ..."
+        local pip=("$python" -m pip install --disable-pip-version-check --quiet --log "$venv/pip.log")
+        if "${pip[@]}" --constraint "$venv/constraint.txt" absl-py packaging &&
+            "${pip[@]}" --no-deps --ignore-requires-python megatron-core==0.19.2 &&
+            "${pip[@]}" --no-deps --ignore-requires-python --upgrade --target "$MEGATRON_CORE_0_16" megatron-core==0.16.1
+        then
+            echo megatron-core >>"$venv/installed.txt"
+        else
+            echo "megatron-core could not be installed with $("$python" -V): the tests that need it are skipped."
+        fi
+    fi
+    [ -d "$MEGATRON_CORE_0_16/megatron" ] || unset MEGATRON_CORE_0_16
+}
+
 # Writes the installed PyTorch as a constraint; fails where there is none.
 torch_pin() {
     "$python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \

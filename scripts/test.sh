@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 
 echo "Runs the tests${*:+ with $*} on this machine's CPU, without the slow ones unless asked for."
 setup_env dev,examples
+setup_megatron
 if [ -z "${COVERAGE:-}" ]; then
     exec "$python" -m pytest -m "not slow" "$@"
 fi

@@ -286,8 +286,12 @@ def warmed_up(rank: int, world: int) -> dict[str, Any]:
 
 
 def v1_equals_megatron(rank: int, world: int) -> dict[str, bool] | None:
-    """Our token layout on V1 against megatron-core's own functions over V1; None without megatron-core."""
+    """Our token layout on V1 against megatron-core's own functions over V1; None without megatron-core.
+
+    As megatron-core does, the weights of foreign selections are masked: V1 sums what every rank returns for them.
+    """
     os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v1"
+    os.environ["MCORE_DEEPEP_V2_NUM_SMS"] = "20"  # megatron-core's and V1's default
     join_nccl(rank, world)
     import deep_ep
     import deep_ep.utils
@@ -307,7 +311,8 @@ def v1_equals_megatron(rank: int, world: int) -> dict[str, bool] | None:
             recv_x, recv_idx, recv_w, counts, handle = module.fused_dispatch(  # type: ignore[attr-defined]
                 leaf, idx, leaf_weights, E, dist.group.WORLD, async_finish=True, allocate_on_comm_stream=True
             )
-            rows = recv_x * (recv_w * 1.5).sum(-1, keepdim=True).to(recv_x.dtype)
+            own = recv_w.masked_fill(recv_idx < 0, 0)
+            rows = recv_x * (own * 1.5).sum(-1, keepdim=True).to(recv_x.dtype)
             y, _ = module.fused_combine(  # type: ignore[attr-defined]
                 rows, dist.group.WORLD, handle, async_finish=True, allocate_on_comm_stream=True
             )

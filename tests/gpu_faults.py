@@ -26,8 +26,8 @@ def _attempt(seen: Seen, case: str, action: Callable[[], Any]) -> None:
         seen[case] = ("nothing", "", time.monotonic() - start)
 
 
-def _batch(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(tokens, H, device="cuda").bfloat16()
+def _batch(tokens: int, hidden: int = H) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     weights, idx = torch.rand(tokens, E, device="cuda").topk(K)
     return x, idx, weights
 
@@ -110,6 +110,7 @@ def misuse(rank: int, world: int) -> Seen:
     torch.cuda.synchronize()
     dist.barrier()
     _attempt(seen, "capture after prepare", lambda: capture(static))
+    _attempt(seen, "capture of a synchronising dispatch", lambda: capture(_works))
     _works()
     seen["constructions"] = (str(pool.constructions), "", 0.0)
     overlap = deep_ep.EventOverlap(deep_ep.EventHandle())
@@ -192,26 +193,33 @@ def cycles(rank: int, world: int, count: int, raw: bool) -> list[int]:
     return free
 
 
-def training_memory(rank: int, world: int, steps: int) -> list[tuple[int, int, float]]:
-    """Per step: allocated and reserved device bytes, and the process's resident megabytes."""
+def training_memory(rank: int, world: int, steps: int, tokens: int, hidden: int) -> list[tuple[int, int, float, float]]:
+    """Per step: allocated and reserved device bytes, the process's resident megabytes, and seconds.
+
+    Asynchronous and allocating on the communication stream, with as many rows as the router happens to send.
+    """
+    os.environ["MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK"] = str(tokens)
     join_nccl(rank, world)
     from megatron_moe_v2 import FlexTokenDispatcher, close_buffers
 
     dispatcher = FlexTokenDispatcher(num_experts=E, layout="expert", async_finish=True, allocate_on_comm_stream=True)
-    experts = torch.randn(E // world, H, H, device="cuda").bfloat16().requires_grad_()
+    experts = torch.randn(E // world, hidden, hidden // 4, device="cuda").bfloat16().requires_grad_()
     seen = []
     for step in range(steps):
         torch.manual_seed(step * world + rank)
-        x, idx, weights = _batch(int(torch.randint(0, M + 1, ())))
+        x, idx, weights = _batch(int(torch.randint(0, tokens + 1, ())), hidden)
+        start = time.perf_counter()
         sent = dispatcher.dispatch(x.requires_grad_(), idx, weights.requires_grad_())
         parts = sent.tokens.split(sent.padded_tokens_per_expert.tolist())
-        rows = torch.cat([part @ expert for part, expert in zip(parts, experts, strict=True)])
+        rows = torch.cat([part @ expert @ expert.T for part, expert in zip(parts, experts, strict=True)])
         dispatcher.combine(rows, sent).float().square().sum().backward()
         experts.grad = None
         del sent, parts, rows, x
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * 4096 / 2**20
-        seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident))
+        seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident, seconds))
     close_buffers()
     dist.destroy_process_group()
     return seen

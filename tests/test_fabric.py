@@ -72,14 +72,15 @@ def test_what_to_export(
         fabric.check_host(sysfs(tmp_path, kind))
 
 
+@pytest.mark.parametrize("name", DEEPEP_DEFAULTS)
 @pytest.mark.parametrize(("before", "allowed", "after"), [(None, True, "1"), (None, False, None), ("0", True, "0")])
 def test_defaults_are_set_once_and_can_be_switched_off(
-    monkeypatch: pytest.MonkeyPatch, before: str | None, allowed: bool, after: str | None
+    monkeypatch: pytest.MonkeyPatch, name: str, before: str | None, allowed: bool, after: str | None
 ) -> None:
     import os
 
-    (name,) = DEEPEP_DEFAULTS
-    monkeypatch.setenv(name, "to be restored")
+    for every in DEEPEP_DEFAULTS:
+        monkeypatch.setenv(every, "to be restored")
     if before is None:
         monkeypatch.delenv(name)
     else:

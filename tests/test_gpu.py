@@ -10,7 +10,7 @@ from launch import Launch
 
 pytestmark = pytest.mark.gpu
 
-WORLDS = [("deepep_v2", 1), ("deepep_v2", 2), ("deepep_v2", 4), ("deepep_v1", 2)]
+WORLDS = [("deepep_v2", 1), ("deepep_v2", 2), ("deepep_v2", 4), ("deepep_v1", 2), ("deepep_v1", 4)]
 
 
 def on_gpus(world: int, job: Any, *args: Any, timeout: float = 240.0) -> list[Any]:
@@ -69,4 +69,5 @@ def test_v1_equals_megatron_core_bit_by_bit() -> None:
     for results in on_gpus(2, gpu_cases.v1_equals_megatron):
         if results is None:
             pytest.skip("megatron-core is not installed")
-        assert not [case for case, right in results.items() if not right]
+        wrong = [case for case, right in results.items() if not right]
+        assert not wrong, wrong

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
 import gpu_cases
 import gpu_faults
 import pytest
@@ -36,6 +39,7 @@ def test_misuse() -> None:
         assert got == {
             "capture before prepare": "CaptureError",
             "capture after prepare": "nothing",
+            "capture of a synchronising dispatch": "CaptureError",
             "constructions": "1",
             "event of the wrong kind": "InputError",
             "float32": "LimitError",
@@ -79,14 +83,16 @@ def test_build_and_close_many_times() -> None:
 
 
 @pytest.mark.parametrize("avoid", ["0", "1"], ids=["record_stream", "EP_AVOID_RECORD_STREAM"])
-def test_training_memory_is_flat(avoid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("world", "tokens", "hidden"), [(2, gpu_cases.M, gpu_cases.H), (1, 8192, 2048)], ids=str)
+def test_training_memory_is_flat(world: int, tokens: int, hidden: int, avoid: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("EP_AVOID_RECORD_STREAM", avoid)
     steps = 500
-    for rank, seen in enumerate(on_gpus(2, gpu_faults.training_memory, steps)):
-        allocated, reserved, resident = zip(*seen, strict=True)
+    for rank, seen in enumerate(on_gpus(world, gpu_faults.training_memory, steps, tokens, hidden)):
+        allocated, reserved, resident, seconds = zip(*seen, strict=True)
         print(
-            f"\nrank {rank}, EP_AVOID_RECORD_STREAM={avoid}: allocated {allocated[20]} -> {allocated[-1]}, reserved "
-            f"{reserved[20]} -> {reserved[-1]}, resident {resident[20]:.0f} -> {resident[-1]:.0f} MiB"
+            f"\n{tokens} x {hidden}, rank {rank}, EP_AVOID_RECORD_STREAM={avoid}: allocated {allocated[20]} -> "
+            f"{allocated[-1]}, reserved {reserved[20]} -> {reserved[-1]}, resident {resident[20]:.0f} -> "
+            f"{resident[-1]:.0f} MiB, median step {1e3 * statistics.median(seconds[20:]):.3f} ms"
         )
         assert allocated[-1] <= allocated[20] + 2**20
         assert resident[-1] <= resident[20] + 64

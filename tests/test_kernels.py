@@ -57,7 +57,10 @@ def test_group_and_ungroup_equal_the_plain_forms(alignment: int, dtype: torch.dt
     wanted = torch.where((position < 0)[:, None], 0, x[(position // 4).clamp_min(0)])
     assert torch.equal(grouped, wanted)
     rows = torch.randn(num_slots, 72, device=DEVICE).to(dtype)
-    summed, wanted = kernels.ungroup(rows, numbered, torch.empty_like(x)), _sum(rows, plain.slots)
+    weights = torch.randn(num_slots, device=DEVICE)
+    summed, picked = kernels.ungroup(rows, numbered, torch.empty_like(x), weights)
+    assert torch.equal(picked, layout.pick(weights, plain.slots))
+    wanted = _sum(rows, plain.slots)
     # The interpreter cuts float32 to bfloat16 instead of rounding it.
     torch.testing.assert_close(summed, wanted, rtol=2**-7 if dtype == torch.bfloat16 and not ON_GPU else 0, atol=0)
 

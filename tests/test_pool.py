@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch, pool, 
 from megatron_moe_v2.buffers import embedded
 from megatron_moe_v2.buffers.embedded import EmbeddedElasticBuffer
 from megatron_moe_v2.buffers.exchange import Exchange
+from megatron_moe_v2.pool import LOOK_SECS
 from megatron_moe_v2.settings import PREFIX
 
 Group = Any
@@ -253,6 +255,7 @@ def environment_changed(rank: int, world: int) -> dict[str, Any]:
         step()
         seen["before"] = list(warnings)
         with environment(MAX_TOKENS_PER_RANK=2, NUM_SMS="many", CHECK=1):
+            time.sleep(LOOK_SECS)
             handle = step(rows=CEILING)
             step(rows=CEILING)
             seen["after"], seen["ceiling"] = list(warnings), handle.ep_handle.num_max_tokens_per_rank

@@ -15,9 +15,9 @@ from megatron_moe_v2.pool import pool
 
 
 def _warmed(rank: int, world: int) -> tuple[int, int]:
-    before, operations = pool.constructions, heartbeat.number(dist.group.WORLD)
+    before, operations = pool.constructions, heartbeat.operations(dist.group.WORLD).number
     prepare_buffer(hidden=8, num_topk=2, num_experts=4, warmup=True, expert_alignment=4)
-    warm = heartbeat.number(dist.group.WORLD) - operations
+    warm = heartbeat.operations(dist.group.WORLD).number - operations
     idx = torch.zeros(3, 2, dtype=torch.int64) + torch.arange(2)
     recv_x, *_, handle = fused_dispatch(torch.ones(3, 8), idx, torch.ones(3, 2), 4, None)
     fused_combine(recv_x, None, handle)
@@ -47,7 +47,7 @@ def _refused(rank: int, world: int, wrong: dict[str, object]) -> None:
 def _heard(rank: int, world: int) -> str:
     """Rank 1 falls silent after its first word."""
     beats = Heartbeat()
-    beats.note(dist.group.WORLD, "dispatch", (rank + 5, 8))
+    beats.operations(dist.group.WORLD).note("dispatch", (rank + 5, 8))
     beats.start()
     time.sleep(0.5 * PERIOD_SECS)
     dist.barrier()

@@ -87,6 +87,7 @@ class GuardedElasticBuffer:
         self._topk_idx_dtype = probe().topk_idx_t or torch.int64
         self._event_type: Any = probe().EventHandle or object
         self._on_efa = fabric.rdma_kind() == "efa"
+        self._checked: set[tuple[Any, ...]] = set()
 
     def capture(self) -> Any:
         """A raw event handle recorded on the current stream."""
@@ -115,14 +116,17 @@ class GuardedElasticBuffer:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
         tokens = x[0] if isinstance(x, tuple) else x
         self._check_tokens(tokens, isinstance(x, tuple))
-        self._check_streams(arguments)
+        if arguments.get("previous_event") is not None or arguments.get("async_with_compute_stream"):
+            self._check_streams(arguments)
         check_rows(tokens.shape[0], num_max_tokens_per_rank)
         if handle is not None:
             check_cached(tokens, handle, do_expand)
         elif topk_idx is None:
             raise InputError("topk_idx", got=None, expected="[T, K] where no handle is given")
         else:
-            self._check_experts(num_experts, topk_idx.shape[1])
+            if (num_experts, topk_idx.shape[1]) not in self._checked:
+                self._check_experts(num_experts, topk_idx.shape[1])
+                self._checked.add((num_experts, topk_idx.shape[1]))
             topk_idx = topk_idx.to(self._topk_idx_dtype)
         hidden = tokens.shape[1]
         received = self._call(
@@ -145,7 +149,8 @@ class GuardedElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``. Collective over the group."""
         self._check_tokens(x, False)
-        self._check_streams(arguments)
+        if arguments.get("previous_event") is not None or arguments.get("async_with_compute_stream"):
+            self._check_streams(arguments)
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")

@@ -11,8 +11,10 @@ then the partials in ascending lane, each step in float32 from +0 (float64 for f
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,22 @@ _NUM_SMS = 4
 """What the SM queries answer: the least that the contract allows, since no kernel here is told an SM count."""
 
 _numbers = itertools.count()
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _without_autocast(method: _F) -> _F:
+    """The sums here choose their own dtypes."""
+
+    @functools.wraps(method)
+    def call(self: EmbeddedElasticBuffer, x: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = (x[0] if isinstance(x, tuple) else x).device.type
+        if not torch.is_autocast_enabled(kind):
+            return method(self, x, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return method(self, x, *args, **kwargs)
+
+    return cast(_F, call)
 
 
 class EmbeddedElasticBuffer:
@@ -173,6 +191,7 @@ class EmbeddedElasticBuffer:
             raise BufferClosedError(f"{operation} on a destroyed buffer", fix="Build a new buffer.")
         return self.runtime
 
+    @_without_autocast
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -296,6 +315,7 @@ class EmbeddedElasticBuffer:
             recv_x = (recv_x, rows.column_major(placed["scales"]) if use_tma_aligned_col_major_sf else placed["scales"])
         return recv_x, recv_idx, placed.get("weights"), handle, _event(async_with_compute_stream)
 
+    @_without_autocast
     def combine(
         self,
         x: Tensor,

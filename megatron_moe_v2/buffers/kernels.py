@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["group", "slots", "ungroup"]
 
-_ELEMENTS = 256
+_ELEMENTS = 128
 """Selections that one program numbers."""
 
 
@@ -29,20 +29,49 @@ def _count(idx, counts, num_elements, num_experts, EXPERTS: tl.constexpr, BLOCK:
 
 
 @triton.jit
+def _total(counts, totals, num_blocks, num_experts, BLOCKS: tl.constexpr):
+    """One program an expert: each block's count becomes the sum of those before it."""
+    place = tl.program_id(0) + tl.arange(0, BLOCKS) * num_experts
+    inside = tl.arange(0, BLOCKS) < num_blocks
+    count = tl.load(counts + place, mask=inside, other=0)
+    tl.store(counts + place, tl.cumsum(count, axis=0) - count, mask=inside)
+    tl.store(totals + tl.program_id(0), tl.sum(count, axis=0))
+
+
+@triton.jit
 def _number(
-    idx, weights, base, slots, grouped_weights, num_elements, num_experts, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
+    idx,
+    weights,
+    before,
+    totals,
+    slots,
+    aligned_totals,
+    grouped_weights,
+    num_elements,
+    num_experts,
+    alignment,
+    WEIGHTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
+    column = tl.arange(0, EXPERTS)
+    existing = column < num_experts
+    total = tl.load(totals + column, mask=existing, other=0)
+    aligned = (total + alignment - 1) // alignment * alignment
+    if block == 0:
+        tl.store(aligned_totals + column, aligned, mask=existing)
+    start = tl.cumsum(aligned, axis=0) - aligned
+    start += tl.load(before + block * num_experts + column, mask=existing, other=0)
     place = tl.arange(0, BLOCK)
     element = block * BLOCK + place
     inside = element < num_elements
     expert = tl.load(idx + element, mask=inside, other=-1).to(tl.int32)
     other = tl.load(idx + block * BLOCK + place, mask=inside, other=-1).to(tl.int32)
-    before = (expert[:, None] == other[None, :]) & (place[None, :] < place[:, None])
-    rank = tl.sum(before.to(tl.int32), axis=1)
+    earlier = (expert[:, None] == other[None, :]) & (place[None, :] < place[:, None])
+    first = tl.sum(tl.where(expert[:, None] == column[None, :], start[None, :], 0), axis=1)
     valid = inside & (expert >= 0)
-    first = tl.load(base + block * num_experts + expert, mask=valid, other=0).to(tl.int32)
-    slot = tl.where(valid, first + rank, -1)
+    slot = tl.where(valid, first + tl.sum(earlier.to(tl.int32), axis=1), -1)
     tl.store(slots + element, slot, mask=inside)
     if WEIGHTS:
         value = tl.load(weights + element, mask=valid, other=0.0)
@@ -52,7 +81,7 @@ def _number(
 def slots(
     local_idx: Tensor, num_local_experts: int, alignment: int, weights: Tensor | None, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Number the selections by expert.
+    """Number the selections by expert: counts of each block, their running sums, then slots.
 
     Args:
         local_idx: int64 ``[n, K]``, local expert or -1; contiguous.
@@ -65,28 +94,31 @@ def slots(
     """
     num_elements = local_idx.numel()
     blocks = max(triton.cdiv(num_elements, _ELEMENTS), 1)
-    device = local_idx.device
-    numbered = torch.empty(local_idx.shape, dtype=torch.int32, device=device)
-    per_block = torch.empty(blocks, num_local_experts, dtype=torch.int32, device=device)
-    grouped = None if weights is None else torch.zeros(num_slots, dtype=weights.dtype, device=device)
     experts = triton.next_power_of_2(num_local_experts)
+    numbered = torch.empty_like(local_idx, dtype=torch.int32)
+    per_block = numbered.new_empty(blocks, num_local_experts)
+    totals, aligned = numbered.new_empty(num_local_experts), numbered.new_empty(num_local_experts)
+    grouped = None
+    if weights is not None:  # without padding every slot is written
+        grouped = (weights.new_zeros if alignment > 1 else weights.new_empty)(num_slots)
     _count[(blocks,)](local_idx, per_block, num_elements, num_local_experts, EXPERTS=experts, BLOCK=_ELEMENTS)
-    running = per_block.cumsum(0, dtype=torch.int32)
-    counts = running[-1]
-    aligned = (counts + (alignment - 1)) // alignment * alignment
-    base = running - per_block + (aligned.cumsum(0, dtype=torch.int32) - aligned)
+    _total[(num_local_experts,)](per_block, totals, blocks, num_local_experts, BLOCKS=triton.next_power_of_2(blocks))
     _number[(blocks,)](
         local_idx,
         weights,
-        base,
+        per_block,
+        totals,
         numbered,
+        aligned,
         grouped,
         num_elements,
         num_local_experts,
+        alignment,
         WEIGHTS=weights is not None,
+        EXPERTS=experts,
         BLOCK=_ELEMENTS,
     )
-    return numbered, counts, aligned, grouped
+    return numbered, totals, aligned, grouped
 
 
 @triton.jit
@@ -125,7 +157,18 @@ def group(x: Tensor, numbered: Tensor, counts: Tensor, aligned: Tensor, num_slot
 
 @triton.jit
 def _ungroup(
-    rows, slots, out, hidden, rows_stride, slots_stride, out_stride, NUM_TOPK: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    slots,
+    out,
+    weights,
+    picked,
+    hidden,
+    rows_stride,
+    slots_stride,
+    out_stride,
+    WEIGHTS: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -135,26 +178,39 @@ def _ungroup(
         slot = tl.load(slots + row * slots_stride + lane).to(tl.int64)
         if slot >= 0:
             total += tl.load(rows + slot * rows_stride + column, mask=inside, other=0.0).to(total.dtype)
+        if WEIGHTS and tl.program_id(1) == 0:
+            weight = tl.load(weights + slot, mask=slot >= 0, other=0.0)
+            tl.store(picked + row * NUM_TOPK + lane, weight)
     tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def ungroup(rows: Tensor, numbered: Tensor, out: Tensor) -> Tensor:
+def ungroup(rows: Tensor, numbered: Tensor, out: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Sum each line's rows of ``[P, H]`` into ``out`` ``[n, H]``, in ascending lane, in float32, rounded once.
 
-    ``numbered`` is an integer ``[n, K]`` of any row stride, -1 for none.
+    Args:
+        numbered: integer ``[n, K]`` of any row stride, -1 for none.
+        weights: ``[P]``, a number a slot, contiguous, or None.
+
+    Returns:
+        ``out``, and the ``weights`` of each line's slots ``[n, K]``, zero where there is none.
     """
     num_rows, hidden = out.shape
+    num_topk = numbered.shape[1]
+    picked = None if weights is None else weights.new_empty(num_rows, num_topk)
     if num_rows and hidden:
         block = min(triton.next_power_of_2(hidden), 2048)
         _ungroup[(num_rows, triton.cdiv(hidden, block))](
             rows,
             numbered,
             out,
+            weights,
+            picked,
             hidden,
             rows.stride(0),
             numbered.stride(0),
             out.stride(0),
-            NUM_TOPK=numbered.shape[1],
+            WEIGHTS=weights is not None,
+            NUM_TOPK=num_topk,
             BLOCK=block,
         )
-    return out
+    return out, picked

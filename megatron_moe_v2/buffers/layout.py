@@ -232,7 +232,7 @@ def sum_rows(rows: Tensor, table: Tensor, *, bias: tuple[Tensor, ...] = (), out:
     """
     if not bias and (kernels := kernels_for(rows)):
         target = rows.new_empty(table.shape[0], rows.shape[1]) if out is None else out
-        return kernels.ungroup(rows, table, target)  # type: ignore[no-any-return]
+        return kernels.ungroup(rows, table, target)[0]  # type: ignore[no-any-return]
     if bias or rows.is_cuda or not len(rows):
         summed = _sum_rows_by_column(rows, table, bias)
     else:
