@@ -218,7 +218,7 @@ def test_backend_that_cannot_be_had() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["settings.py", "probe.py", "buffers/fabric.py", "cli/doctor_checks_jit.py", "cli/doctor_checks_system.py"]
+    "file", ["settings.py", "probe.py", "buffers/fabric.py", "cli/doctor/jit.py", "cli/doctor/system.py"]
 )
 def test_a_broken_package(tmp_path: Path, file: str) -> None:
     skip = shutil.ignore_patterns("__pycache__")

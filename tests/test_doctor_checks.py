@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron_moe_v2.cli import doctor_checks_jit as jit
-from megatron_moe_v2.cli.doctor_checks import Finding, guarded, numbers
-from megatron_moe_v2.cli.doctor_checks_backend import backend_check
-from megatron_moe_v2.cli.doctor_checks_environment import EP_VARIABLES, RULES, Surroundings, environment_check
-from megatron_moe_v2.cli.doctor_checks_imports import Imports, mapped_nccl
-from megatron_moe_v2.cli.doctor_checks_nccl import nccl_check
-from megatron_moe_v2.cli.doctor_checks_ranks import differences
-from megatron_moe_v2.cli.doctor_checks_system import gpu_check, network_check, torch_check
+from megatron_moe_v2.cli.doctor import jit
+from megatron_moe_v2.cli.doctor.backend import backend_check
+from megatron_moe_v2.cli.doctor.environment import EP_VARIABLES, RULES, Surroundings, environment_check
+from megatron_moe_v2.cli.doctor.findings import Finding, guarded, numbers
+from megatron_moe_v2.cli.doctor.imports import Imports, mapped_nccl
+from megatron_moe_v2.cli.doctor.nccl import nccl_check
+from megatron_moe_v2.cli.doctor.ranks import differences
+from megatron_moe_v2.cli.doctor.system import gpu_check, network_check, torch_check
 
 P = "MCORE_DEEPEP_V2_"
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from launch import RankPool
 
-from megatron_moe_v2.cli import doctor_checks_selftest, measure
+from megatron_moe_v2.cli import measure
+from megatron_moe_v2.cli.doctor import selftest
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,7 +92,7 @@ def test_self_test_alone() -> None:
 
 
 def test_self_test_that_takes_too_long() -> None:
-    (found,) = doctor_checks_selftest.selftest_check("cpu", 0.2)
+    (found,) = selftest.selftest_check("cpu", 0.2)
     assert found.status == "fail"
     assert "not finished within" in found.found
 
@@ -100,7 +101,7 @@ def test_self_test_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MCORE_DEEPEP_V2_BACKEND", "deepep_v2")
-    (found,) = doctor_checks_selftest.selftest_check("cpu", 100)
+    (found,) = selftest.selftest_check("cpu", 100)
     assert found.status == "fail"
     assert "MCORE_DEEPEP_V2_BACKEND=deepep_v2" in found.found
 
@@ -125,7 +126,7 @@ def job_round_trip(rank: int, world: int, spoil: str) -> dict[str, Any]:
                 combine = one.combine
 
                 def shifted(rows: Any, sent: Any, combine: Any = combine) -> Any:
-                    first = torch.zeros(doctor_checks_selftest.TOKENS, 1, dtype=torch.bfloat16)
+                    first = torch.zeros(selftest.TOKENS, 1, dtype=torch.bfloat16)
                     first[5] = 1
                     return combine(rows, sent) + first
 
@@ -134,14 +135,14 @@ def job_round_trip(rank: int, world: int, spoil: str) -> dict[str, Any]:
 
     measure.subjects = spoiled
     try:
-        return doctor_checks_selftest.round_trip(torch.device("cpu"))
+        return selftest.round_trip(torch.device("cpu"))
     finally:
         measure.subjects = original
 
 
 @pytest.mark.parametrize(
     ("spoil", "exact", "sums"),
-    [("nothing", 32, 0), ("row", 31, 1), ("sum", 32, doctor_checks_selftest.HIDDEN)],
+    [("nothing", 32, 0), ("row", 31, 1), ("sum", 32, selftest.HIDDEN)],
     ids=["sound", "one-wrong-value-in-a-row", "one-wrong-sum"],
 )
 def test_exact_payloads_are_counted(ranks2: RankPool, spoil: str, exact: int, sums: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe_v2.cli import main
-from megatron_moe_v2.cli.doctor_checks_environment import EP_VARIABLES, NCCL_VARIABLES, Surroundings, environment_check
+from megatron_moe_v2.cli.doctor.environment import EP_VARIABLES, NCCL_VARIABLES, Surroundings, environment_check
 from megatron_moe_v2.cli.env import FABRICS, effective
 from megatron_moe_v2.settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read
 

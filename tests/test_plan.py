@@ -13,10 +13,11 @@ import pytest
 
 from megatron_moe_v2.buffers import deepep_v2
 from megatron_moe_v2.buffers.contract import buffer_bytes
-from megatron_moe_v2.cli import main, plan_limits
+from megatron_moe_v2.cli import main
 from megatron_moe_v2.cli.plan import Bandwidths, make_plan
-from megatron_moe_v2.cli.plan_memory import num_buffer_bytes, padded
-from megatron_moe_v2.cli.plan_model import PRESETS, Cluster, Model, from_config
+from megatron_moe_v2.cli.plan import limits as plan_limits
+from megatron_moe_v2.cli.plan.memory import num_buffer_bytes, padded
+from megatron_moe_v2.cli.plan.model import PRESETS, Cluster, Model, from_config
 from megatron_moe_v2.errors import SettingsError
 
 ROOT = Path(__file__).parent.parent

@@ -25,8 +25,8 @@ def job_sizes(rank: int, world: int) -> list[tuple[dict[str, Any], int, int]]:
     join_nccl(rank, world)
     from deep_ep import ElasticBuffer
 
-    from megatron_moe_v2.cli.plan_memory import num_buffer_bytes
-    from megatron_moe_v2.cli.plan_model import Cluster
+    from megatron_moe_v2.cli.plan.memory import num_buffer_bytes
+    from megatron_moe_v2.cli.plan.model import Cluster
 
     group = dist.group.WORLD
     dist.all_reduce(torch.zeros(1, device="cuda"))  # DeepEP reads the communicator, which is there after a collective
@@ -92,8 +92,8 @@ def test_buffer_bytes_equal_deepeps_hint(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_received_are_the_expected_ones(world: int) -> None:
-    from megatron_moe_v2.cli.plan_model import Cluster, Model
-    from megatron_moe_v2.cli.plan_traffic import traffic
+    from megatron_moe_v2.cli.plan.model import Cluster, Model
+    from megatron_moe_v2.cli.plan.traffic import traffic
 
     sizes = Model(name="m", hidden=H, num_experts=E, num_topk=K, num_layers=1, expert_ffn=H)
     found = on_gpus(world, job_rows)

@@ -13,9 +13,9 @@ from launch import RankPool
 
 from megatron_moe_v2 import close_buffers, fused_dispatch, prepare_buffer
 from megatron_moe_v2.cli.plan import make_plan
-from megatron_moe_v2.cli.plan_memory import num_buffer_bytes
-from megatron_moe_v2.cli.plan_model import PRESETS, Cluster, Model
-from megatron_moe_v2.cli.plan_traffic import simulate, traffic
+from megatron_moe_v2.cli.plan.memory import num_buffer_bytes
+from megatron_moe_v2.cli.plan.model import PRESETS, Cluster, Model
+from megatron_moe_v2.cli.plan.traffic import simulate, traffic
 from megatron_moe_v2.cli.traffic import Clock, counted
 
 

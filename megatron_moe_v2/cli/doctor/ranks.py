@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from ..errors import rank_table
-from ..settings import PREFIX
-from .doctor_checks import FAIL, OK, WARN, Finding, Status
+from ...errors import rank_table
+from ...settings import PREFIX
+from .findings import FAIL, OK, WARN, Finding, Status
 
 __all__ = ["Meeting", "differences"]
 

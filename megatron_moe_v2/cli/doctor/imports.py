@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .doctor_checks import one_line
+from .findings import one_line
 
 __all__ = ["Imports", "look", "mapped_nccl", "start"]
 
@@ -134,7 +134,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _deep_ep() -> dict[str, Any]:
-    from ..probe import probe
+    from ...probe import probe
 
     before = dict(os.environ)
     found = probe()
@@ -155,10 +155,10 @@ def _deep_ep() -> dict[str, Any]:
 def _backend() -> dict[str, Any]:
     import torch
 
-    from ..buffers import choose
-    from ..buffers.fabric import check_host
-    from ..probe import probe
-    from ..settings import read
+    from ...buffers import choose
+    from ...buffers.fabric import check_host
+    from ...probe import probe
+    from ...settings import read
 
     chosen = choose(probe(), read(), on_cuda=torch.cuda.is_available())
     facts = {"name": chosen.name, "class": chosen.class_name, "reason": chosen.reason, "refused": None}

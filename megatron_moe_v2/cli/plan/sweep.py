@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackendError
-from .plan import Bandwidths, Plan, make_plan
-from .plan_model import Cluster, Model
-from .plan_text import amount
-from .plan_traffic import simulate
+from ...errors import BackendError
+from . import Bandwidths, Plan, make_plan
+from .model import Cluster, Model
+from .text import amount
+from .traffic import simulate
 
 __all__ = ["Point", "as_json", "draw", "sweep", "table"]
 

@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from .doctor_checks import FAIL, OK, SKIP, WARN, Finding, numbers
-from .doctor_checks_imports import Imports
+from .findings import FAIL, OK, SKIP, WARN, Finding, numbers
+from .imports import Imports
 
 __all__ = ["deep_ep_check", "library_check", "locate"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .plan import Phase, Plan
+from . import Phase, Plan
 
 __all__ = ["amount", "text"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .plan_model import Cluster, Model
+from .model import Cluster, Model
 
 __all__ = ["Activations", "activations", "combine_row_bytes", "dispatch_row_bytes", "num_buffer_bytes", "padded"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingsError
+from ...errors import SettingsError
 
 __all__ = ["PRESETS", "Cluster", "Model", "from_config"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .doctor_checks import FAIL, WARN, Finding
-from .plan_memory import padded
-from .plan_model import Cluster, Model
+from ..doctor.findings import FAIL, WARN, Finding
+from .memory import padded
+from .model import Cluster, Model
 
-__all__ = ["limits"]
+__all__ = ["find_limits"]
 
 MAX_TOPK = 32
 MAX_EXPERTS = 2048
@@ -24,7 +24,7 @@ LARGEST_SHARE = 0.1
 GROUP = "limits"
 
 
-def limits(model: Model, cluster: Cluster, *, hybrid: bool, num_bytes: int, gpu_gib: float) -> Iterator[Finding]:
+def find_limits(model: Model, cluster: Cluster, *, hybrid: bool, num_bytes: int, gpu_gib: float) -> Iterator[Finding]:
     """What does not fit DeepEP V2, or this package's defaults; nothing where all is well."""
     shards = cluster.ranks // cluster.etp
     if model.num_experts % shards:

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read
-from .doctor_checks import FAIL, OK, WARN, Finding, Status, numbers
+from ...settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read
+from .findings import FAIL, OK, WARN, Finding, Status, numbers
 
 __all__ = ["Surroundings", "environment_check", "relevant", "wanted_backend"]
 

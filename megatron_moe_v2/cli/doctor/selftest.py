@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .doctor_checks import FAIL, OK, Finding, one_line
+from .findings import FAIL, OK, Finding, one_line
 
 __all__ = ["round_trip", "run", "selftest_check"]
 
@@ -90,7 +90,7 @@ def run(device: str) -> None:
     """The child: under a launcher this rank's part, else as many local ranks as there are GPUs, or two on the CPU."""
     import torch
 
-    from . import local_ranks
+    from .. import local_ranks
 
     if local_ranks.launched() is not None:
         with local_ranks.joined(device) as place:
@@ -116,10 +116,10 @@ def round_trip(device: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ..pool import close_buffers
-    from ..prepare import prepare_buffer
-    from .measure import subjects
-    from .verify import Oracle, make_inputs
+    from ...pool import close_buffers
+    from ...prepare import prepare_buffer
+    from ..measure import subjects
+    from ..verify import Oracle, make_inputs
 
     group = dist.group.WORLD
     assert group is not None

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingsError
-from ..settings import PREFIX
-from .doctor_checks import FAIL, Finding
-from .env import FABRICS
-from .plan_limits import limits
-from .plan_memory import Activations, activations, combine_row_bytes, dispatch_row_bytes, num_buffer_bytes, padded
-from .plan_model import PRESETS, Cluster, Model, from_config
-from .plan_traffic import Copies, Traffic, traffic
+from ...errors import SettingsError
+from ...settings import PREFIX
+from ..doctor.findings import FAIL, Finding
+from ..env import FABRICS
+from .limits import find_limits
+from .memory import Activations, activations, combine_row_bytes, dispatch_row_bytes, num_buffer_bytes, padded
+from .model import PRESETS, Cluster, Model, from_config
+from .traffic import Copies, Traffic, traffic
 
 __all__ = ["Bandwidths", "Plan", "main", "make_plan"]
 
@@ -98,7 +98,7 @@ def make_plan(
         hybrid=hybrid,
         fp8=fp8,
     )
-    found = list(limits(model, cluster, hybrid=hybrid, num_bytes=num_bytes, gpu_gib=gpu_gib))
+    found = list(find_limits(model, cluster, hybrid=hybrid, num_bytes=num_bytes, gpu_gib=gpu_gib))
     copies = None if any(one.id == "experts-per-rank" for one in found) else traffic(model, cluster)
     return Plan(
         model=model,
@@ -253,12 +253,12 @@ def main(argv: Sequence[str]) -> int:
         speed = Bandwidths(nvlink_gbs=args.nvlink_gbs, rdma_gbs=args.rdma_gbs, efficiency=args.efficiency)
         options: dict[str, Any] = {"mode": args.mode, "fp8": args.fp8, "bandwidths": speed, "gpu_gib": args.gpu_gib}
         if args.sweep:
-            from . import plan_sweep
+            from . import sweep
 
-            points = plan_sweep.sweep(model, cluster, **options)
+            points = sweep.sweep(model, cluster, **options)
             if args.plot:
-                plan_sweep.draw(points, model, args.plot)
-            print(plan_sweep.as_json(points) if args.json else plan_sweep.table(points, model, cluster, speed))
+                sweep.draw(points, model, args.plot)
+            print(sweep.as_json(points) if args.json else sweep.table(points, model, cluster, speed))
             return 0
         made = make_plan(model, cluster, fabric=args.fabric, alignment=args.alignment, **options)
     except (SettingsError, RuntimeError, OSError) as error:
@@ -267,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(made), indent=1))
     else:
-        from .plan_text import text
+        from .text import text
 
         print(text(made, args.alignment))
     return int(any(one.status == FAIL for one in made.limits))

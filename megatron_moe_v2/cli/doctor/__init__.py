@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from .. import __version__
-from .doctor_checks import FAIL, Finding, guarded, worst
+from ... import __version__
+from .findings import FAIL, Finding, guarded, worst
 
 __all__ = ["SCHEMA_VERSION", "main"]
 
@@ -97,21 +97,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _checked(part: str, name: str, call: Callable[[ModuleType], Iterable[Finding]]) -> list[Finding]:
-    """Findings of ``doctor_checks_<part>``; its import may fail too, which the finding ``check-<name>`` then says."""
+    """Findings of ``doctor.<part>``; its import may fail too, which the finding ``check-<name>`` then says."""
     group = "deep_ep" if name == "deep_ep" else part
-    return guarded(f"check-{name}", group, lambda: call(importlib.import_module(f".doctor_checks_{part}", __package__)))
+    return guarded(f"check-{name}", group, lambda: call(importlib.import_module(f".{part}", __name__)))
 
 
 def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
     """Findings of this process's machine, the variables that matter, the number of GPUs, and whether torch imports."""
-    from . import doctor_checks_imports as looking
+    from . import imports as looking
 
     wait = looking.start(IMPORT_TIMEOUT)
     environ = dict(os.environ)
     system = _checked("system", "python", lambda part: part.python_check())
     gpu = False
     try:
-        from .doctor_checks_system import has_gpu
+        from .system import has_gpu
 
         gpu = has_gpu()
     except Exception:  # the finding above says why
@@ -136,7 +136,7 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
     ]
     variables: dict[str, str] = {}
     try:
-        from .doctor_checks_environment import relevant
+        from .environment import relevant
 
         variables = relevant(environ)
     except Exception:  # the finding above says why
@@ -145,7 +145,7 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
 
 
 def _environment(part: Any, environ: dict[str, str], imports: Any, gpu: bool) -> Iterable[Finding]:
-    from ..buffers.fabric import rdma_kind
+    from ...buffers.fabric import rdma_kind
 
     loaded = imports.of("nccl_after").get("loaded") or {}
     around = part.Surroundings(

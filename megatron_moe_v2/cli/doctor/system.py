@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import __file__ as package_file
-from .. import __version__
-from .doctor_checks import FAIL, OK, SKIP, WARN, Finding, numbers, one_line, output_of
-from .doctor_checks_imports import Imports
+from ... import __file__ as package_file
+from ... import __version__
+from .findings import FAIL, OK, SKIP, WARN, Finding, numbers, one_line, output_of
+from .imports import Imports
 
 __all__ = ["driver_version", "gpu_check", "has_gpu", "link_check", "network_check", "python_check", "torch_check"]
 
@@ -136,7 +136,7 @@ def link_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
 
 def network_check(gpu: bool, sysfs: Path = Path("/sys")) -> Iterator[Finding]:
     """RDMA devices with state, speed and link layer; EFA by its driver."""
-    from ..buffers.fabric import rdma_kind
+    from ...buffers.fabric import rdma_kind
 
     kind = rdma_kind(sysfs)
     if kind is None:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .plan_model import Cluster, Model
+from .model import Cluster, Model
 
 __all__ = ["Copies", "Traffic", "chance", "simulate", "traffic"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 
-from .doctor_checks import FAIL, OK, SKIP, WARN, Finding, Status, numbers
-from .doctor_checks_imports import Imports
+from .findings import FAIL, OK, SKIP, WARN, Finding, Status, numbers
+from .imports import Imports
 
 __all__ = ["LEAST_NCCL", "nccl_check"]
 

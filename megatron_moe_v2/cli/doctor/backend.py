@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .doctor_checks import FAIL, OK, WARN, Finding, Status
-from .doctor_checks_imports import Imports
+from .findings import FAIL, OK, WARN, Finding, Status
+from .imports import Imports
 
 __all__ = ["backend_check"]
 

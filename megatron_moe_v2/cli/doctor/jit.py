@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .doctor_checks import FAIL, OK, SKIP, WARN, Finding, output_of
+from .findings import FAIL, OK, SKIP, WARN, Finding, output_of
 
 __all__ = ["cache_folder", "file_system", "jit_check"]
 
