@@ -11,7 +11,12 @@ from .. import __version__
 
 __all__ = ["main"]
 
-COMMANDS = {"bench": "measure dispatch and combine against the plain all-to-all dispatcher"}
+COMMANDS = {
+    "doctor": "find out what is wrong on this machine, or between the ranks of a job",
+    "env": "lines to export for a fabric, and the settings in force",
+    "plan": "ceiling, buffer, traffic and limits of a model on a cluster, without a GPU",
+    "bench": "measure dispatch and combine against the plain all-to-all dispatcher",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
