@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import BackendError, CommunicationError, HandleError, InputError, LimitError
 
-__all__ = ["bring_up", "check_cached", "check_dtype", "check_event", "translated"]
+__all__ = ["bring_up", "check_cached", "check_dtype", "check_event", "raise_explained", "translated"]
 
 
 def bring_up(group: dist.ProcessGroup) -> None:
@@ -52,26 +52,35 @@ def translated(function: Any, rank: int, num_ranks: int, *args: Any, **kwargs: A
     """Call DeepEP.
 
     Raises:
-        CommunicationError: another rank did not come in time, or the CUDA context is lost.
-        BackendError: one of DeepEP's own assertions.
+        CommunicationError, BackendError: as :func:`raise_explained`.
     """
     try:
         return function(*args, **kwargs)
     except (RuntimeError, AssertionError) as error:
-        text = str(error)
-        first = text.splitlines()[0] if text else type(error).__name__
-        if "CPU wait" in text or "timeout" in text.lower():
-            raise CommunicationError(
-                f"rank {rank} of {num_ranks} waited in vain for another rank",
-                got=first,
-                fix="Look for the first error in the other ranks' logs.",
-            ) from error
-        if "CUDA error" in text:
-            raise CommunicationError(
-                f"the CUDA context of rank {rank} is lost",
-                got=first,
-                fix="A kernel waited longer than the GPU time-out, or failed; this process can only end.",
-            ) from error
-        if isinstance(error, AssertionError) or "assert" in text.lower():
-            raise BackendError(f"DeepEP refused the call: {first}") from error
-        raise
+        raise_explained(error, rank, num_ranks)
+
+
+def raise_explained(error: Exception, rank: int, num_ranks: int) -> NoReturn:
+    """Raise what an exception of DeepEP means.
+
+    Raises:
+        CommunicationError: another rank did not come in time, or the CUDA context is lost.
+        BackendError: one of DeepEP's own assertions.
+    """
+    text = str(error)
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "CPU wait" in text or "timeout" in text.lower():
+        raise CommunicationError(
+            f"rank {rank} of {num_ranks} waited in vain for another rank",
+            got=first,
+            fix="Look for the first error in the other ranks' logs.",
+        ) from error
+    if "CUDA error" in text:
+        raise CommunicationError(
+            f"the CUDA context of rank {rank} is lost",
+            got=first,
+            fix="A kernel waited longer than the GPU time-out, or failed; this process can only end.",
+        ) from error
+    if isinstance(error, AssertionError) or "assert" in text.lower():
+        raise BackendError(f"DeepEP refused the call: {first}") from error
+    raise error

@@ -19,7 +19,7 @@ from ..settings import name_of
 from . import fabric
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer
-from .deepep import bring_up, check_cached, check_dtype, check_event, translated
+from .deepep import bring_up, check_cached, check_dtype, check_event, raise_explained
 
 __all__ = ["GuardedElasticBuffer", "build", "padded_hidden", "precheck"]
 
@@ -129,17 +129,19 @@ class GuardedElasticBuffer:
                 self._checked.add((num_experts, topk_idx.shape[1]))
             topk_idx = topk_idx.to(self._topk_idx_dtype)
         hidden = tokens.shape[1]
-        received = self._call(
-            self.raw.dispatch,
-            x if isinstance(x, tuple) else _pad(x),
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            handle=handle,
-            num_experts=num_experts,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            do_expand=do_expand,
-            **arguments,
-        )
+        try:
+            received = self.raw.dispatch(
+                x if isinstance(x, tuple) else _pad(x),
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                handle=handle,
+                num_experts=num_experts,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                do_expand=do_expand,
+                **arguments,
+            )
+        except (RuntimeError, AssertionError) as error:
+            raise_explained(error, self.raw.rank_idx, self.raw.num_ranks)
         if not isinstance(x, tuple) and received[0].shape[1] != hidden:
             return received[0][:, :hidden].contiguous(), *received[1:]
         return received  # type: ignore[no-any-return]
@@ -154,7 +156,10 @@ class GuardedElasticBuffer:
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
-        combined, weights, event = self._call(self.raw.combine, _pad(x), handle, topk_weights=topk_weights, **arguments)
+        try:
+            combined, weights, event = self.raw.combine(_pad(x), handle, topk_weights=topk_weights, **arguments)
+        except (RuntimeError, AssertionError) as error:
+            raise_explained(error, self.raw.rank_idx, self.raw.num_ranks)
         if combined.shape[1] != x.shape[1]:
             combined = combined[:, : x.shape[1]].contiguous()
         return combined, weights, event
@@ -192,9 +197,6 @@ class GuardedElasticBuffer:
                 expected=f"at most {MAX_HYBRID_LANES}",
                 fix="Use more expert-parallel ranks, or direct mode.",
             )
-
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return translated(function, self.raw.rank_idx, self.raw.num_ranks, *args, **kwargs)
 
 
 def _pad(x: Tensor) -> Tensor:

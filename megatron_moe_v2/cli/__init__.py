@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,4 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below; COMMAND --help says more")
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
-    return int(importlib.import_module(f".{command}", __name__).main(arguments[1:]))
+    try:
+        status = int(importlib.import_module(f".{command}", __name__).main(arguments[1:]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, head for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush at exit
+        return 1
+    return status
