@@ -69,8 +69,6 @@ def test_layer_on_deepep_v2_equals_alltoall_within_bf16_rounding(topology: Topol
     [
         pytest.param(CPU_FP32, "ep2", id="fp32-ep2"),
         pytest.param(CPU_BF16, "ep2", id="bf16-ep2", marks=pytest.mark.slow),
-        pytest.param(CPU_FP32, "ep4", id="fp32-ep4", marks=pytest.mark.slow),
-        pytest.param(CPU_FP32, "tp2-ep2", id="fp32-tp2-ep2", marks=pytest.mark.slow),
         pytest.param(CPU_BF16, "tp2-ep2", id="bf16-tp2-ep2", marks=pytest.mark.slow),
     ],
 )

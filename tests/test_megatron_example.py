@@ -78,5 +78,6 @@ def test_fifty_steps_of_the_three_dispatchers_are_one_curve(tmp_path: Path) -> N
     ],
 )
 def test_four_ranks_in_other_shapes_take_the_same_steps(flags: str, tmp_path: Path) -> None:
-    runs = [train(4, tmp_path / path, path, *SMALL, "--steps", 4, *flags.split())[0] for path in PATHS]
+    paths = ("alltoall", "flex/expert")
+    runs = [train(4, tmp_path / path, path, *SMALL, "--steps", 4, *flags.split())[0] for path in paths]
     assert_same_curve(runs, 4)
