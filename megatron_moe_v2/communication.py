@@ -141,7 +141,9 @@ def _communicate(call: Call, operation: str, x: Tensor, method: Callable[..., An
                 stream = torch.cuda.current_stream()
             more.update(call.streams())
         result = method(*args, **more)
+        entry.operations.done()
     except BaseException as error:
+        entry.operations.done()
         if stream is not None:  # DeepEP leaves its own stream current then
             torch.cuda.set_stream(stream)
         _pass_on(entry, error)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Heartbeat", "Operations", "heartbeat"]
+__all__ = ["Heartbeat", "Operations", "heartbeat", "store_of_its_own"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +25,35 @@ PERIOD_SECS = 1.0
 
 
 class Operations:
-    """Counts the operations of one group.
+    """The operations of one group, counted, and the one that the host is in.
 
     Attributes:
+        name, ranks: of the group; global ranks.
         number: operations launched so far.
+        operation, shape: of the last.
+        since: when the host went into it, None after it came back.
+        thread: that launched it.
+        warned: the last operation that :mod:`watchdog` spoke of.
     """
 
-    def __init__(self, latest: list[Any]) -> None:
-        self.number = 0
+    def __init__(self, group: dist.ProcessGroup, latest: list[Any]) -> None:
+        self.name, self.ranks = group.group_name, dist.get_process_group_ranks(group)
+        self.number = self.warned = 0
+        self.operation, self.shape = "nothing", ()  # type: tuple[str, tuple[int, ...]]
+        self.since: float | None = None
+        self.thread = 0
         self._latest = latest
 
     def note(self, operation: str, shape: tuple[int, ...]) -> None:
-        """An operation of the group is about to be launched; all that a step pays."""
+        """An operation of the group is about to be launched."""
         self.number += 1
+        self.operation, self.shape = operation, shape
+        self.thread, self.since = threading.get_ident(), time.monotonic()
         self._latest[:] = self.number, operation, shape
+
+    def done(self) -> None:
+        """The host came back from it."""
+        self.since = None
 
 
 class Heartbeat:
@@ -52,13 +67,16 @@ class Heartbeat:
 
     def operations(self, group: dist.ProcessGroup) -> Operations:
         """The group's count."""
-        return self._operations.setdefault(group, Operations(self._latest))
+        found = self._operations.get(group)
+        if found is None:
+            found = self._operations[group] = Operations(group, self._latest)
+        return found
 
     def start(self) -> None:
         """Begin to post; a second call does nothing. Needs the default process group."""
         if self._thread is None or not self._thread.is_alive():
             self._stopped.clear()
-            store, rank = _store(), dist.get_rank()
+            store, rank = store_of_its_own(), dist.get_rank()
             self._thread = threading.Thread(target=self._post, args=(store, rank), name="moe-heartbeat", daemon=True)
             self._thread.start()
 
@@ -83,7 +101,7 @@ class Heartbeat:
     def report(self, group: dist.ProcessGroup) -> str:
         """One line a rank: what it did last, and whether it is still heard of. Takes two periods. Never raises."""
         try:
-            store, ranks = _store(), dist.get_process_group_ranks(group)
+            store, ranks = store_of_its_own(), dist.get_process_group_ranks(group)
             before = {rank: _word(store, rank) for rank in ranks}
             time.sleep(2 * PERIOD_SECS)
             after = {rank: _word(store, rank) for rank in ranks}
@@ -104,7 +122,8 @@ class Heartbeat:
         return "\n".join(lines)
 
 
-def _store() -> Any:
+def store_of_its_own() -> Any:
+    """A connection to the default group's store that no other thread uses."""
     store: Any = dist.distributed_c10d._get_default_store()  # torch has no public way to it
     try:
         return store.clone()

@@ -23,6 +23,7 @@ from .heartbeat import heartbeat
 from .pooled import BufferSpec, PooledBuffer
 from .probe import probe
 from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
+from .watchdog import watchdog
 
 __all__ = [
     "BufferPool",
@@ -210,8 +211,10 @@ class BufferPool:
             raise
         assert entry is not None
         self.constructions += 1
-        if backend.name != "embedded" and group.size() > 1:
-            heartbeat.start()
+        if group.size() > 1:
+            watchdog.watch(entry.operations)
+            if backend.name != "embedded":
+                heartbeat.start()
         self._entries[group, spec] = entry
         if self.pinned is None:
             self.pinned = settings

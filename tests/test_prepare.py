@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch import RankPool
+from scene import buffers, environment
 
 from megatron_moe_v2 import InputError, close_buffers, fused_combine, fused_dispatch, prepare_buffer
 from megatron_moe_v2.heartbeat import PERIOD_SECS, Heartbeat, heartbeat
@@ -66,3 +68,39 @@ def test_the_silent_rank_is_named(ranks2: RankPool) -> None:
     assert "rank 0: alive" in text
     assert "rank 1: SILENT" in text
     assert "operation 1: dispatch of [6, 8]" in text
+
+
+class _Texts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _waits(rank: int, world: int) -> list[str]:
+    """Rank 1 comes late to the second dispatch; what the watchdog of each rank said."""
+    said, logger = _Texts(), logging.getLogger("megatron_moe_v2.watchdog")
+    logger.addHandler(said)
+    try:
+        with buffers():
+            x, idx, weights = torch.ones(3, 8), torch.zeros(3, 1).long(), torch.ones(3, 1)
+            fused_dispatch(x, idx, weights, 2, None)
+            with environment(AGREE_SECS=1):
+                if rank == 1:
+                    time.sleep(7)
+                fused_dispatch(x, idx, weights, 2, None)
+    finally:
+        logger.removeHandler(said)
+    return said.texts
+
+
+def test_a_rank_that_waits_names_the_late_one(ranks2: RankPool) -> None:
+    waiting, late = ranks2.run(_waits)
+    assert late == []
+    (text,) = waiting
+    assert "rank 0 (" in text
+    assert "dispatch of [3, 8]. Not waiting in it: rank 1." in text
+    assert "test_prepare.py" in text
+    assert "in _waits" in text
