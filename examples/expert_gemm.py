@@ -23,7 +23,10 @@ def native_grouped_mm() -> GroupedMM | None:
 
 @functools.cache
 def runs_native(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the grouped product works forward and backward here, also with empty groups and no rows at all."""
+    """Whether the grouped product works forward and backward here, also with empty groups and no rows at all.
+
+    The first call tries it; make that outside of inference mode, checkpoints and captures.
+    """
     grouped_mm = native_grouped_mm()
     if grouped_mm is None:
         return False
@@ -48,10 +51,12 @@ def grouped_linear(rows: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Ten
     Args:
         rows: ``[P, I]``, grouped by expert.
         weight: ``[L, I, O]``; cast to the dtype of ``rows``.
-        rows_per_expert: CPU int64 ``[L]``, sums to P.
+        rows_per_expert: integer ``[L]``, sums to P or less; on the device of ``rows`` (static shapes) the grouped
+            product takes it without a host synchronisation.
 
     Returns:
-        ``[P, O]``, dtype of ``rows``. Both operands have a gradient also where P is 0.
+        ``[P, O]``, dtype of ``rows``; rows beyond the sum are not to be read. Both operands have a gradient also where
+        P is 0.
     """
     weight = weight.to(rows.dtype)
     grouped_mm = native_grouped_mm()
@@ -62,8 +67,10 @@ def grouped_linear(rows: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Ten
         if out.requires_grad:
             out.register_hook(_dense)
         return out
-    groups = rows.split(rows_per_expert.tolist())
-    return torch.cat([group @ matrix for group, matrix in zip(groups, weight, strict=True)])
+    counts = rows_per_expert.tolist()
+    *groups, rest = rows.split([*counts, len(rows) - sum(counts)])
+    products = [group @ matrix for group, matrix in zip(groups, weight, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weight.shape[2])])
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -14,19 +14,24 @@ P rows after dispatch, R ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from expert_gemm import grouped_linear
+from expert_gemm import grouped_linear, runs_native
 from layers import Embedding, Linear, RMSNorm
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron_moe_v2 import FlexTokenDispatcher
+from megatron_moe_v2 import FlexTokenDispatcher, RoutingLayout
+
+Choose = Callable[[int, Tensor], Tensor]
+"""``(block, topk_idx [..., K])`` of all tokens, those of a sequence side by side, to the experts to take instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +80,53 @@ def _draw(weight: Tensor, std: float, *key: object) -> None:
         weight.normal_(0.0, std, generator=generator)
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions and QK-norm: ``[B, S, H]`` to ``[B, S, H]``."""
+class Decoding:
+    """Keys and values of B sequences of up to S positions, which grow by a token of each sequence at a time.
 
-    def __init__(self, config: ModelConfig) -> None:
+    All shapes are fixed and ``position`` (int64 ``[1]``, where the next tokens stand) is a tensor, so a step can be
+    captured in a CUDA graph.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, sequences: int, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.blocks, 2, sequences, config.kv_heads, positions, config.head_dim)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._kept = torch.zeros(shape, dtype=dtype, device=device)
+        self._places = torch.arange(positions, device=device)
+
+    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add ``[B, heads, 1, D]`` each; all keys and values ``[B, heads, S, D]``, and a mask ``[1, S]`` of what is."""
+        keys, values = self._kept[block].unbind(0)
+        keys.index_copy_(2, self.position, key)
+        values.index_copy_(2, self.position, value)
+        return keys, values, (self._places <= self.position)[None]
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions and QK-norm: ``[B, S, H]`` or ``[1, B * S, H]``, kept."""
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.number = config, number
         query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.qkv = Linear(config.hidden, query + 2 * key)
         self.out = Linear(query, config.hidden)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, decoding: Decoding | None = None) -> Tensor:
         c = self.config
-        qkv = self.qkv(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
+        qkv = self.qkv(x).reshape(-1, len(cos), c.heads + 2 * c.kv_heads, c.head_dim).transpose(1, 2)
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         q = _rotate(self.q_norm(q), cos, sin).to(v.dtype)
         k = _rotate(self.k_norm(k), cos, sin).to(v.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
-        mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        mask = None
+        if decoding is not None:
+            k, v, mask = decoding.extend(self.number, k, v)
+        gqa = c.heads != c.kv_heads
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(*x.shape[:2], c.heads * c.head_dim))
         return mixed
 
 
@@ -112,15 +144,20 @@ class Router(nn.Module):
         self.top_k = config.top_k
         self.gate = Linear(config.hidden, config.experts)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Route ``x [B, S, H]``.
+    def forward(
+        self, x: Tensor, choose: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Route ``x [B, S, H]``, to the experts that ``choose`` makes of the router's own.
 
         Returns:
             ``topk_idx [B, S, K]`` int64, ``topk_weights [B, S, K]`` float32, and this block's two rows of
             :class:`RouterStats`.
         """
         probs = self.gate(x.float()).softmax(dim=-1)
-        top, topk_idx = probs.topk(self.top_k, dim=-1)
+        topk_idx = probs.topk(self.top_k, dim=-1).indices
+        if choose is not None:
+            topk_idx = choose(topk_idx)
+        top = probs.gather(-1, topk_idx)
         counts = probs.new_zeros(probs.shape[-1])
         selections = counts.scatter_add_(0, topk_idx.flatten(), torch.ones_like(top).flatten())
         return topk_idx, top / top.sum(dim=-1, keepdim=True), selections, probs.sum(dim=(0, 1))
@@ -136,40 +173,61 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_local, config.expert_ffn, config.hidden))
 
     def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
-        """``rows [P, H]`` grouped by expert, ``rows_per_expert`` CPU int64 ``[L]`` summing to P; ``[P, H]``."""
+        """``rows [P, H]`` grouped by expert, ``rows_per_expert`` ``[L]`` as :func:`grouped_linear`; ``[P, H]``."""
         gate, up = grouped_linear(rows, self.gate_up, rows_per_expert).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down, rows_per_expert)
 
 
 class MoE(nn.Module):
-    """Router, dispatch, experts, combine: ``[B, S, H]`` to ``[B, S, H]``."""
+    """Router, dispatch, experts, combine: ``[B, S, H]`` to ``[B, S, H]``; a decoder dispatches while decoding."""
 
-    def __init__(self, config: ModelConfig, dispatcher: FlexTokenDispatcher, first_expert: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        dispatcher: FlexTokenDispatcher,
+        decoder: FlexTokenDispatcher,
+        first: int,
+    ) -> None:
         super().__init__()
+        self.number = number
         self.router = Router(config)
-        self.experts = Experts(config, dispatcher.num_local_experts, first_expert)
-        self.dispatcher = dispatcher
+        self.experts = Experts(config, dispatcher.num_local_experts, first)
+        self.dispatcher, self.decoder = dispatcher, decoder
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        topk_idx, topk_weights, selections, prob_sums = self.router(x)
-        dispatched = self.dispatcher.dispatch(x, topk_idx, topk_weights)
+    def forward(
+        self, x: Tensor, decode: bool = False, choose: Choose | None = None, layout: RoutingLayout | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = None if choose is None else functools.partial(choose, self.number)
+        topk_idx, topk_weights, selections, prob_sums = self.router(x, chosen)
+        dispatcher = self.decoder if decode else self.dispatcher
+        dispatched = dispatcher.dispatch(x, topk_idx, topk_weights, layout_cache=layout)
         rows = self.experts(dispatched.tokens, dispatched.padded_tokens_per_expert)
-        return self.dispatcher.combine(rows, dispatched), selections, prob_sums
+        return dispatcher.combine(rows, dispatched), selections, prob_sums
 
 
 class Block(nn.Module):
     """Pre-norm attention and mixture of experts on a float32 residual stream."""
 
-    def __init__(self, config: ModelConfig, dispatcher: FlexTokenDispatcher, first_expert: int) -> None:
+    def __init__(self, config: ModelConfig, number: int, moe: MoE) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, number)
         self.moe_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.moe = MoE(config, dispatcher, first_expert)
+        self.moe = moe
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        x = x + self.attention(self.attention_norm(x).to(dtype), cos, sin)
-        y, selections, prob_sums = self.moe(self.moe_norm(x).to(dtype))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dtype: torch.dtype,
+        decoding: Decoding | None = None,
+        choose: Choose | None = None,
+        layout: RoutingLayout | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x).to(dtype), cos, sin, decoding)
+        y, selections, prob_sums = self.moe(self.moe_norm(x).to(dtype), decoding is not None, choose, layout)
         return x + y, selections, prob_sums
 
 
@@ -183,6 +241,8 @@ class MoELanguageModel(nn.Module):
         compute_dtype: float32 or bfloat16.
         device: where parameters live.
         layout, expert_alignment: of :class:`FlexTokenDispatcher`.
+        decode_layout: the same while decoding, with static shapes under the ceiling for decoding.
+        recompute: keep nothing of a block for backward but its input and the layout of its dispatch.
     """
 
     def __init__(
@@ -195,24 +255,33 @@ class MoELanguageModel(nn.Module):
         device: torch.device,
         layout: Literal["token", "expert"] = "token",
         expert_alignment: int = 1,
+        decode_layout: Literal["token", "expert"] = "expert",
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.compute_dtype, self.seed = config, compute_dtype, seed
+        self.config, self.compute_dtype, self.seed, self.recompute = config, compute_dtype, seed, recompute
         with torch.device(device):
             self.embedding = Embedding(config.vocab, config.hidden)
             blocks = []
             for number in range(config.blocks):
+                name, experts = f"block {number}", config.experts
                 dispatcher = FlexTokenDispatcher(
-                    num_experts=config.experts,
-                    layout=layout,
-                    expert_alignment=expert_alignment,
-                    name=f"block {number}",
+                    num_experts=experts, layout=layout, expert_alignment=expert_alignment, name=name
                 )
-                blocks.append(Block(config, dispatcher, rank * dispatcher.num_local_experts))
+                decoder = FlexTokenDispatcher(
+                    num_experts=experts,
+                    layout=decode_layout,
+                    static_shapes=True,
+                    num_max_tokens_per_rank="decode",
+                    name=f"{name}, decoding",
+                )
+                moe = MoE(config, number, dispatcher, decoder, rank * dispatcher.num_local_experts)
+                blocks.append(Block(config, number, moe))
             self.blocks = nn.ModuleList(blocks)
             self.norm = RMSNorm(config.hidden, config.norm_eps)
             self.head = Linear(config.hidden, config.vocab)
         self._initialise(seed)
+        runs_native(device.type, compute_dtype)
 
     def _initialise(self, seed: int) -> None:
         """Scales by fan-in; the first guess is near uniform, and the first router sees mostly each token's own byte."""
@@ -239,21 +308,40 @@ class MoELanguageModel(nn.Module):
         for module in self._expert_modules():
             yield from module.parameters()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, RouterStats]:
-        """``tokens [B, S]`` int64 to ``logits [B, S, vocab]`` and the routing statistics; B may be 0."""
-        cos, sin = self._rotary(tokens.shape[1], tokens.device)
-        x = self.embedding(tokens)
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        one_window: bool = False,
+        decoding: Decoding | None = None,
+        choose: Choose | None = None,
+    ) -> tuple[Tensor, RouterStats]:
+        """``tokens [B, S]`` int64 to ``logits [B, S, vocab]`` and the routing statistics; B may be 0.
+
+        Args:
+            one_window: sum weight gradients over all sequences at once: cheaper where they are short, but their last
+                bits then depend on the number of ranks, see layers.py.
+            decoding: what came before; ``tokens [B, 1]`` are the next of each sequence.
+            choose: takes other experts than the router would.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if decoding is None else decoding.position
+        cos, sin = self._rotary(positions)
+        x = self.embedding(tokens.reshape(1, -1) if one_window or decoding is not None else tokens)
         selections, prob_sums = [], []
         for block in self.blocks:
-            x, chosen, probs = block(x, cos, sin, self.compute_dtype)
+            if self.recompute and torch.is_grad_enabled():
+                given = (x, cos, sin, self.compute_dtype, decoding, choose, RoutingLayout())
+                x, chosen, probs = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, chosen, probs = block(x, cos, sin, self.compute_dtype, decoding, choose)
             selections.append(chosen)
             prob_sums.append(probs)
-        logits = self.head(self.norm(x).to(self.compute_dtype))
+        logits = self.head(self.norm(x).to(self.compute_dtype)).view(*tokens.shape, self.config.vocab)
         return logits, RouterStats(selections=torch.stack(selections), prob_sums=torch.stack(prob_sums))
 
-    def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``cos, sin [S, head_dim / 2]`` float32."""
-        half = torch.arange(0, self.config.head_dim, 2, device=device, dtype=torch.float32)
+        half = torch.arange(0, self.config.head_dim, 2, device=positions.device, dtype=torch.float32)
         frequencies = self.config.rope_theta ** (-half / self.config.head_dim)
-        angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+        angles = torch.outer(positions.float(), frequencies)
         return angles.cos(), angles.sin()

@@ -10,6 +10,19 @@ from typing import Any
 import numpy as np
 from records import Record, smoothed
 
+STYLE = {
+    "figure.dpi": 130,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
 
 def draw(records: list[Record], out: Path, *, vocab: int) -> list[Path]:
     """Write ``loss.png`` and ``expert_load.png``; an empty list where matplotlib is missing or no step was taken."""
@@ -20,23 +33,11 @@ def draw(records: list[Record], out: Path, *, vocab: int) -> list[Path]:
     if not records:
         return []
     mpl.use("Agg")
-    style = {
-        "figure.dpi": 130,
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "legend.frameon": False,
-    }
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         return [_loss(records, out / "loss.png", vocab), _load(records, out / "expert_load.png")]
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """Mean over a window of about a twentieth of the run: centred, narrower at the start, cut off at the end."""
     position = np.arange(len(values))
     reach = np.minimum(max(1, len(values) // 40), position)
@@ -68,14 +69,14 @@ def _loss(records: list[Record], path: Path, vocab: int) -> Path:
         math.log(vocab), color="0.45", linestyle=":", label=f"uniform guess, ln {vocab} = {math.log(vocab):.2f}"
     )
     top.plot(steps, loss, color="#9ecae1", linewidth=0.9, label="each step")
-    top.plot(steps, _smooth(loss), color="#08519c", linewidth=2.2, label="smoothed")
+    top.plot(steps, smooth(loss), color="#08519c", linewidth=2.2, label="smoothed")
     top.annotate(f"{end:.2f}", (steps[-1], end), (6, 0), textcoords="offset points", color="#08519c", va="center")
     ranks, rate = records[-1]["ranks"], np.median([record["tokens_per_s"] for record in records])
     top.set(title=f"Training loss on {ranks} rank{'s' * (ranks > 1)}, {rate:,.0f} tokens/s", ylabel="nats per token")
     top.legend(loc="upper right", bbox_to_anchor=(1.0, 0.93))
     norm = np.array([record["grad_norm"] for record in records])
     bottom.plot(steps, norm, color="#fdbe85", linewidth=0.9)
-    bottom.plot(steps, _smooth(norm), color="#d94701", linewidth=1.8)
+    bottom.plot(steps, smooth(norm), color="#d94701", linewidth=1.8)
     bottom.set(title="Gradient norm before clipping", xlabel="step", yscale="log")
     bottom.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     bottom.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -116,7 +117,7 @@ def _load(records: list[Record], path: Path) -> Path:
         ("idlest expert", relative.min(axis=2), "#2166ac"),
     ):
         last.fill_between(steps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.15, linewidth=0)
-        last.plot(steps, _smooth(values.mean(axis=1)), color=colour, linewidth=1.8, label=f"{name}, mean of blocks")
+        last.plot(steps, smooth(values.mean(axis=1)), color=colour, linewidth=1.8, label=f"{name}, mean of blocks")
     last.set(title="Spread over experts (band: all blocks)", xlabel="step", ylabel="load / even share")
     last.set_ylim(0, 1.2 * relative.max())
     last.legend(loc="upper right", ncols=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,15 @@ def trajectory_line(records: list[Record]) -> str:
     return f"loss trajectory: first={first:.2f} last={last:.2f} decreased={last < first}"
 
 
+def pretraining_text(record: Record) -> str:
+    """What the progress bar says of a pretraining step."""
+    busiest = max(max(shares) * len(shares) for shares in record["load"])
+    return (
+        f"loss {record['loss']:.3f}, grad norm {record['grad_norm']:.2f}, "
+        f"{record['tokens_per_s']:,.0f} tokens/s, busiest expert {busiest:.1f}x"
+    )
+
+
 class StepLog:
     """Writes records to a file and shows progress; on ranks other than the first it does nothing.
 
@@ -34,11 +44,20 @@ class StepLog:
         start: steps already taken.
         steps: steps of the whole run.
         active: whether this is the first rank.
+        describe: the text beside the bar.
     """
 
-    def __init__(self, path: Path, *, start: int, steps: int, active: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        start: int,
+        steps: int,
+        active: bool,
+        describe: Callable[[Record], str] = pretraining_text,
+    ) -> None:
         self.records: list[Record] = []
-        self._active, self._steps, self._bar = active, steps, None
+        self._active, self._steps, self._bar, self._describe = active, steps, None, describe
         if not active:
             return
         if start and path.exists():
@@ -59,11 +78,7 @@ class StepLog:
             return
         self.records.append(record)
         self._write(record)
-        busiest = max(max(shares) * len(shares) for shares in record["load"])
-        text = (
-            f"loss {record['loss']:.3f}, grad norm {record['grad_norm']:.2f}, "
-            f"{record['tokens_per_s']:,.0f} tokens/s, busiest expert {busiest:.1f}x"
-        )
+        text = self._describe(record)
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(1)

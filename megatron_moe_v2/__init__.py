@@ -10,6 +10,7 @@
 ``prepare_for_capture``, ``capture``            the same for CUDA graphs, and a graph whose replay knows its buffer
 ``check_capacity``                              whether a rollout fits under the ceilings
 ``RoutingLayout``                               a dispatch's layout, kept for its recomputation
+``RoutingReplay``                               a rollout's choice of experts, repeated in training
 ``BufferSpec``                                  what identifies a buffer
 ``EmbeddedElasticBuffer``                       ``ElasticBuffer`` on plain ``torch.distributed``, CPU and GPU
 ``Settings``                                    what the environment asks for
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .pooled import BufferSpec
     from .prepare import prepare_buffer
     from .recompute import RoutingLayout
+    from .routing_replay import RoutingReplay
     from .settings import Settings
 
 __version__ = "0.1.0"
@@ -80,6 +82,7 @@ __all__ = [
     "MoEError",
     "RankMismatchError",
     "RoutingLayout",
+    "RoutingReplay",
     "Settings",
     "SettingsError",
     "capture",
@@ -115,6 +118,7 @@ _MODULES = {
     "MoEError": "errors",
     "RankMismatchError": "errors",
     "RoutingLayout": "recompute",
+    "RoutingReplay": "routing_replay",
     "Settings": "settings",
     "SettingsError": "errors",
     "capture": "cuda_graphs",
