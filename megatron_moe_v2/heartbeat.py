@@ -6,6 +6,7 @@ shape over a connection of its own; nothing is posted in the step itself.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -79,6 +80,7 @@ class Heartbeat:
             store, rank = store_of_its_own(), dist.get_rank()
             self._thread = threading.Thread(target=self._post, args=(store, rank), name="moe-heartbeat", daemon=True)
             self._thread.start()
+            atexit.register(self.stop)  # a thread inside the store's C++ when the interpreter ends would abort it
 
     def _post(self, store: Any, rank: int) -> None:
         own = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -97,6 +99,8 @@ class Heartbeat:
     def stop(self) -> None:
         """Post no more."""
         self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * PERIOD_SECS)
 
     def report(self, group: dist.ProcessGroup) -> str:
         """One line a rank: what it did last, and whether it is still heard of. Takes two periods. Never raises."""
