@@ -57,7 +57,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("again", "blocks recomputed") else [])
+        for name in VARIANTS
+    ],
+)
 def test_one_seed_gives_one_curve(name: str, plain: Records, tmp_path: Path) -> None:
     records, printed = finetune(2, tmp_path, *SMALL, "--steps", 6, *VARIANTS[name])
     if name in ("again", "buffers rebuilt between the phases"):
@@ -70,6 +76,7 @@ def test_one_seed_gives_one_curve(name: str, plain: Records, tmp_path: Path) -> 
     assert "reward: first 10 steps" in printed
 
 
+@pytest.mark.slow
 def test_resumed_run_goes_on(plain: Records, tmp_path: Path) -> None:
     finetune(2, tmp_path, *SMALL, "--steps", 6, "--stop-at", 3)
     records, printed = finetune(2, tmp_path, *SMALL, "--steps", 6, "--resume")
