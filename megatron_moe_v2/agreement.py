@@ -98,27 +98,28 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def post_failure(group: dist.ProcessGroup, number: int, error: Exception) -> None:
+def post_failure(group: dist.ProcessGroup, name: str, number: int, error: Exception) -> None:
     """Leave word in the store that this rank's operation ``number`` failed. Not collective.
 
-    It is for ranks that will wait for it in vain, see :func:`posted_failure`.
+    It is for ranks that will wait for it in vain, see :func:`posted_failure`. ``name`` is the group's among all that
+    used the store.
     """
     if group.size() > 1:
         report = {"number": number, "error": to_wire(error)}
         try:
-            dist.distributed_c10d._get_default_store().set(_failure_key(group, dist.get_rank()), json.dumps(report))
+            dist.distributed_c10d._get_default_store().set(_failure_key(name, dist.get_rank()), json.dumps(report))
         except RuntimeError as lost:  # the error itself matters more
             logger.debug("no word could be left in the store: %s", lost)
 
 
-def posted_failure(group: dist.ProcessGroup, number: int) -> MoEError | None:
+def posted_failure(group: dist.ProcessGroup, name: str, number: int) -> MoEError | None:
     """Another rank's posted failure from operation ``number`` on, as an error of its type, or None. Never raises."""
     try:
         store = dist.distributed_c10d._get_default_store()
         for rank in dist.get_process_group_ranks(group):
-            if rank == dist.get_rank() or not store.check([_failure_key(group, rank)]):
+            if rank == dist.get_rank() or not store.check([_failure_key(name, rank)]):
                 continue
-            report = json.loads(store.get(_failure_key(group, rank)))
+            report = json.loads(store.get(_failure_key(name, rank)))
             if report["number"] >= number:
                 return from_wire(report["error"], rank)
     except (RuntimeError, ValueError, KeyError) as lost:
@@ -126,8 +127,8 @@ def posted_failure(group: dist.ProcessGroup, number: int) -> MoEError | None:
     return None
 
 
-def _failure_key(group: dist.ProcessGroup, rank: int) -> str:
-    return f"megatron_moe_v2/{group.group_name}/failure/{rank}"
+def _failure_key(name: str, rank: int) -> str:
+    return f"megatron_moe_v2/{name}/failure/{rank}"
 
 
 _KINDS: dict[str, Callable[[str], MoEError]] = {"mismatch": RankMismatchError, "missing": MissingRankError}

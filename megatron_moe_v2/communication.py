@@ -157,11 +157,11 @@ def _pass_on(entry: PooledBuffer, error: BaseException) -> None:
     if isinstance(error, CommunicationError):
         entry.broken = True
         if entry.backend.name != "embedded":
-            posted = posted_failure(entry.group, entry.operations.number - 1)
+            posted = posted_failure(entry.group, entry.operations.name, entry.operations.number - 1)
             raise posted or CommunicationError(f"{error}\n{heartbeat.report(entry.group)}") from error
     elif isinstance(error, Exception) and entry.backend.name != "embedded":
         entry.broken = True  # the others will time out, and then make no collective with this rank
-        post_failure(entry.group, entry.operations.number, error)
+        post_failure(entry.group, entry.operations.name, entry.operations.number, error)
 
 
 def _refuse_in_capture(call: Call, operation: str) -> None:

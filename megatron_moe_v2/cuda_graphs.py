@@ -57,7 +57,8 @@ def prepare_for_capture(
     group = resolve_group(group)
     if workload is not None:
         try:
-            check_capacity(**workload)
+            ceiling = None if num_max_tokens_per_rank == "decode" else num_max_tokens_per_rank
+            check_capacity(**{"decode_max_tokens_per_rank": ceiling, **workload})
         except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
             pool.fail(group, "check of the capacity", error)
     entry = prepare_buffer(
@@ -105,8 +106,8 @@ class CapturedCallable:
             BufferClosedError: a buffer of the graph was closed.
             InputError: the inputs differ in structure, shape, dtype or device from those captured.
         """
-        if self._graph is None or any(entry.closed for entry in self._entries):
-            raise BufferClosedError("a buffer of this CUDA graph was closed", fix="Capture again.")
+        if self._graph is None or not all(entry.usable for entry in self._entries):
+            raise BufferClosedError("a buffer of this CUDA graph was closed, or its group went", fix="Capture again.")
         leaves, structure = pytree.tree_flatten(inputs)
         if structure != self._structure:
             raise InputError("inputs of a captured function", got=structure, expected=self._structure)
@@ -127,9 +128,9 @@ class CapturedCallable:
 
 
 def _copy(number: int, new: Any, kept: Tensor) -> None:
-    if not isinstance(new, Tensor) or new.shape != kept.shape or new.dtype != kept.dtype:
-        got = f"{new.dtype} {list(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
-        expected = f"{kept.dtype} {list(kept.shape)}"
+    if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (kept.shape, kept.dtype, kept.device):
+        got = f"{new.dtype} {list(new.shape)} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
+        expected = f"{kept.dtype} {list(kept.shape)} on {kept.device}"
         raise InputError(f"input {number} of a captured function", got=got, expected=expected)
     with torch.no_grad():
         kept.copy_(new)
@@ -143,17 +144,32 @@ def capture(function: Callable[..., Any], *inputs: Any) -> CapturedCallable | Ca
     the buffers that the function uses.
 
     Raises:
-        CaptureError: the function does something that cannot be captured; says what. The capture can be tried again.
+        CaptureError: on every rank, if the function makes a call of this package that cannot be captured on any; says
+            which. The capture can be tried again. What else CUDA refuses comes as PyTorch's own error.
     """
     if not torch.cuda.is_available():
         return function
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
+        function(*inputs)
+        before = {id(entry): entry.operations.number for entry in pool.entries()}
+        for _ in range(_WARM_UPS - 1):
             function(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    for entry in pool.entries():
-        agree(entry.group, "capture", {}, timeout=agreement_timeout())
-    return CapturedCallable(function, inputs)
+    used = {entry.group: entry for entry in pool.entries() if entry.operations.number != before[id(entry)]}
+    for group in used:
+        agree(group, "capture", {}, timeout=agreement_timeout())
+    failure: Exception | None = None
+    captured = None
+    try:
+        captured = CapturedCallable(function, inputs)
+    except Exception as error:  # whatever it is, the other ranks would wait for this one at their first replay
+        failure = error
+    for group in used:
+        agree(group, "captured", {}, timeout=agreement_timeout(), failure=failure)
+    if failure is not None:
+        raise failure
+    assert captured is not None
+    return captured

@@ -7,6 +7,7 @@ shape over a connection of its own; nothing is posted in the step itself.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
@@ -25,21 +27,27 @@ logger = logging.getLogger(__name__)
 PERIOD_SECS = 1.0
 
 
+_namesakes: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
 class Operations:
     """The operations of one group, counted, and the one that the host is in.
 
     Attributes:
-        name, ranks: of the group; global ranks.
+        name: of the group, with the number of groups that had its name before: what is left in the store under it is
+            this one's.
+        ranks: global ranks.
         number: operations launched so far.
         operation, shape: of the last.
         since: when the host went into it, None after it came back.
         thread: that launched it.
-        warned: the last operation that :mod:`watchdog` spoke of.
+        posted, warned: the last operations that :mod:`watchdog` left word of and spoke of.
     """
 
     def __init__(self, group: dist.ProcessGroup, latest: list[Any]) -> None:
-        self.name, self.ranks = group.group_name, dist.get_process_group_ranks(group)
-        self.number = self.warned = 0
+        self.name = f"{group.group_name}/{next(_namesakes[group.group_name])}"
+        self.ranks = dist.get_process_group_ranks(group)
+        self.number = self.posted = self.warned = 0
         self.operation, self.shape = "nothing", ()  # type: tuple[str, tuple[int, ...]]
         self.since: float | None = None
         self.thread = 0
@@ -65,6 +73,7 @@ class Heartbeat:
         self._operations: weakref.WeakKeyDictionary[dist.ProcessGroup, Operations] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._posts_to: Any = None
 
     def operations(self, group: dist.ProcessGroup) -> Operations:
         """The group's count."""
@@ -75,8 +84,12 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begin to post; a second call does nothing. Needs the default process group."""
+        default = dist.distributed_c10d._get_default_store()
+        if self._posts_to is not default:
+            self.stop()  # to the store of a default group that is gone
         if self._thread is None or not self._thread.is_alive():
             self._stopped.clear()
+            self._posts_to = default
             store, rank = store_of_its_own(), dist.get_rank()
             self._thread = threading.Thread(target=self._post, args=(store, rank), name="moe-heartbeat", daemon=True)
             self._thread.start()

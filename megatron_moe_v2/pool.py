@@ -79,8 +79,12 @@ class BufferPool:
         num_max_tokens_per_rank: Ceiling = None,
         use_fp8_dispatch: bool = False,
         num_sms: int = 0,
+        pins_ceiling: bool = True,
     ) -> PooledBuffer:
-        """The buffer for these sizes; built now, collectively over the group, if there is none."""
+        """The buffer for these sizes; built now, collectively over the group, if there is none.
+
+        Where it is the first, its ceiling becomes the usual one, if it ``pins_ceiling``.
+        """
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
         entry = self._found.get((group, wish))
         if entry is None or not entry.usable:
@@ -92,7 +96,7 @@ class BufferPool:
             except InputError as error:
                 self.fail(group, "buffer lookup", error)
             if entry is None:
-                entry = self._build(group, wish, num_sms)
+                entry = self._build(group, wish, num_sms, pins_ceiling)
             self._found[group, wish] = entry
         self._warn_of_changes()
         self._last[group] = entry
@@ -120,10 +124,27 @@ class BufferPool:
     ) -> None:
         """Close the group's buffers, or all. Collective over each living group unless ``abort``."""
         if not abort:
-            for entry in self.entries(group):
-                entry.release_graphs(forced=release_graphs)
+            self._release_graphs(group, forced=release_graphs)
         for key in [key for key in self._entries if group is None or key[0] is group]:
             self._drop(key, abort=abort)
+
+    def _release_graphs(self, group: dist.ProcessGroup | None, *, forced: bool) -> None:
+        """All ranks let go of their graphs, or all raise: which graphs still live depends on each rank's collector."""
+        failures: dict[dist.ProcessGroup, Exception | None] = {}
+        for entry in self.entries(group):
+            try:
+                entry.release_graphs(forced=forced)
+            except MoEError as error:
+                failures[entry.group] = error
+            else:
+                failures.setdefault(entry.group, None)
+        for one, failure in failures.items():
+            entries = self.entries(one)
+            in_step = is_registered(one) and not any(entry.broken for entry in entries)
+            if in_step and any(entry.backend.name == "deepep_v2" for entry in entries):
+                agree(one, "close", {}, timeout=agreement_timeout(), failure=failure)
+            elif failure is not None:
+                raise failure
 
     def _drop(self, key: tuple[dist.ProcessGroup, BufferSpec], *, abort: bool) -> None:
         entry = self._entries.pop(key)
@@ -149,7 +170,7 @@ class BufferPool:
                 return entry
         return None
 
-    def _build(self, group: dist.ProcessGroup, wish: Wish, num_sms: int) -> PooledBuffer:
+    def _build(self, group: dist.ProcessGroup, wish: Wish, num_sms: int, pins_ceiling: bool) -> PooledBuffer:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a buffer cannot be built inside a CUDA graph capture", fix="Call prepare_buffer() before the capture."
@@ -218,7 +239,7 @@ class BufferPool:
         self._entries[group, spec] = entry
         if self.pinned is None:
             self.pinned = settings
-            if wish[2] != "decode":
+            if pins_ceiling and wish[2] != "decode":
                 self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
             self._seen_environment = snapshot()
         return entry

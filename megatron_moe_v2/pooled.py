@@ -105,6 +105,8 @@ class PooledBuffer:
         """
         if self._built is None:
             raise BufferClosedError("the buffer was closed", fix="Call prepare_buffer() or dispatch again.")
+        if not is_registered(self.group, self._rank):
+            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
         return self._built.buffer
 
     def fail(self, operation: str, error: Exception) -> NoReturn:
@@ -114,7 +116,7 @@ class PooledBuffer:
         if self._built.report_failure is not None:
             self._built.report_failure(operation, error)
         self.broken = True  # the others will time out, and then make no collective with this rank
-        post_failure(self.group, self.operations.number, error)
+        post_failure(self.group, self.operations.name, self.operations.number, error)
         raise error
 
     @property
@@ -148,6 +150,7 @@ class PooledBuffer:
         self.captured = False
         for graph in list(self.graphs):
             graph.release()
+        self.graphs.clear()
 
     def num_sms_for(self, num_experts: int, num_topk: int, expert_layout: bool) -> int:
         """SM count of a dispatch. Collective over the group at the first call for these numbers, on DeepEP V2.
@@ -196,9 +199,14 @@ class PooledBuffer:
 
         With ``abort``, after a failed collective, or when the group is gone, no collective is made: references are
         dropped, and what DeepEP holds comes back at process exit, which is warned about.
+
+        Raises:
+            CapturedBufferError: a CUDA graph uses it.
         """
         if self._built is None:
             return
+        if not abort:
+            self.release_graphs(forced=False)
         built, self._built, self.closed = self._built, None, True
         if abort or self.broken or not is_registered(self.group):
             if self.backend.name != "embedded":

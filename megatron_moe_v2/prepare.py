@@ -59,7 +59,8 @@ def prepare_buffer(
         num_experts: E, needed by ``warmup``, as is ``num_topk``.
         layouts: what ``warmup`` runs.
         expert_alignment: of the expert layout in ``warmup``.
-        static_shapes: warm up what ``static_shapes=True`` needs instead.
+        static_shapes: warm up what ``static_shapes=True`` needs instead; an explicit ceiling is then this buffer's
+            alone, and not the usual one.
 
     Raises:
         SettingsError, BackendError, InputError: on every rank, if anything is wrong on any.
@@ -79,6 +80,7 @@ def prepare_buffer(
         num_topk=num_topk,
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         num_sms=num_sms,
+        pins_ceiling=not static_shapes,
     )
     if warmup:
         assert num_experts is not None

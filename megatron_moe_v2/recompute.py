@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .errors import HandleError, InputError, MoEError
@@ -52,6 +53,10 @@ class RoutingLayout:
                 got=list(topk_idx.shape),
                 expected=list(kept.shape),
                 fix="Use one RoutingLayout for each micro-batch and layer.",
+            )
+        if torch.is_grad_enabled() and kept.is_inference():
+            return HandleError(
+                "a layout kept in inference_mode cannot be trained with", fix="Fill it outside torch.inference_mode()."
             )
         if not compare:
             return None

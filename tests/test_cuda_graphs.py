@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from launch import RankPool
-from scene import buffers, raised_by
+from scene import CEILING, buffers, raised_by
 
-from megatron_moe_v2 import capture, close_buffers, prepare_for_capture
+from megatron_moe_v2 import capture, close_buffers, fused_dispatch, prepare_for_capture
 from megatron_moe_v2.pool import pool
 
 SIZES: dict[str, Any] = {"hidden": 8, "num_topk": 2, "num_experts": 4}
@@ -41,6 +43,47 @@ class Graph:
 
     def release(self) -> None:
         self.released = True
+
+
+def one_rank_refuses(rank: int, world: int) -> dict[str, Any]:
+    """A graph still lives on rank 0 alone, on a backend that can be captured."""
+    seen: dict[str, Any] = {}
+    with buffers():
+        entry = prepare_for_capture(**SIZES)
+        kept, entry.backend = entry.backend, dataclasses.replace(entry.backend, name="deepep_v2")
+        if rank == 0:
+            entry.note_capture()
+        seen["refused"] = raised_by(close_buffers)
+        seen["closed"] = entry.closed
+        entry.backend = kept
+        seen["context"] = raised_by(lambda: entry.__exit__(None, None, None)) if rank == 0 else None
+        seen["forced"] = raised_by(lambda: close_buffers(release_graphs=True))
+    return seen
+
+
+def test_ranks_refuse_to_close_together(ranks2: RankPool) -> None:
+    first, second = ranks2.run(one_rank_refuses)
+    for seen in (first, second):
+        assert seen["refused"].type_name == "CapturedBufferError"
+        assert seen["closed"] is False
+        assert seen["forced"] is None
+    assert first["context"].type_name == "CapturedBufferError"
+
+
+def own_ceiling(rank: int, world: int) -> list[Any]:
+    """A small buffer for a graph is built first: an ordinary dispatch has the usual ceiling all the same."""
+    with buffers() as built:
+        prepare_for_capture(**SIZES, num_max_tokens_per_rank=3, workload={"decode_max_batch": 3})
+        refused = raised_by(
+            lambda: prepare_for_capture(**SIZES, num_max_tokens_per_rank=2, workload={"decode_max_batch": 3})
+        )
+        x, idx, weights = torch.ones(CEILING, 8), torch.arange(2).expand(CEILING, 2), torch.ones(CEILING, 2)
+        fused_dispatch(x, idx, weights, 4, None)
+        return [len(built), refused.type_name]
+
+
+def test_a_graph_s_own_ceiling_is_not_the_usual_one(ranks2: RankPool) -> None:
+    assert ranks2.run(own_ceiling) == [[2, "CapacityError"]] * 2
 
 
 def closing(rank: int, world: int, behind_our_back: bool) -> dict[str, Any]:

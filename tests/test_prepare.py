@@ -70,6 +70,23 @@ def test_the_silent_rank_is_named(ranks2: RankPool) -> None:
     assert "operation 1: dispatch of [6, 8]" in text
 
 
+def _begins_again(rank: int, world: int) -> bool:
+    """A heartbeat that is started for another default store goes on."""
+    beats = Heartbeat()
+    beats.start()
+    time.sleep(0.2)
+    beats._posts_to = None  # as after destroy_process_group() and another init
+    beats.start()
+    thread = beats._thread
+    alive = thread is not None and thread.is_alive()
+    beats.stop()
+    return alive
+
+
+def test_the_heartbeat_begins_again_for_another_store(ranks1: RankPool) -> None:
+    assert ranks1.run(_begins_again) == [True]
+
+
 class _Texts(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -80,27 +97,27 @@ class _Texts(logging.Handler):
 
 
 def _waits(rank: int, world: int) -> list[str]:
-    """Rank 1 comes late to the second dispatch; what the watchdog of each rank said."""
+    """Ranks come to the second dispatch after 0, 4 and 13 seconds; what the watchdog of each said."""
     said, logger = _Texts(), logging.getLogger("megatron_moe_v2.watchdog")
     logger.addHandler(said)
     try:
         with buffers():
             x, idx, weights = torch.ones(3, 8), torch.zeros(3, 1).long(), torch.ones(3, 1)
-            fused_dispatch(x, idx, weights, 2, None)
-            with environment(AGREE_SECS=1):
-                if rank == 1:
-                    time.sleep(7)
-                fused_dispatch(x, idx, weights, 2, None)
+            fused_dispatch(x, idx, weights, 4, None)
+            with environment(AGREE_SECS=7):
+                time.sleep([0, 4, 15, 0][rank])
+                fused_dispatch(x, idx, weights, 4, None)
     finally:
         logger.removeHandler(said)
     return said.texts
 
 
-def test_a_rank_that_waits_names_the_late_one(ranks2: RankPool) -> None:
-    waiting, late = ranks2.run(_waits)
+def test_ranks_that_wait_name_the_late_one(ranks4: RankPool) -> None:
+    first, second, late, _ = ranks4.run(_waits)
     assert late == []
-    (text,) = waiting
+    (text,) = first
     assert "rank 0 (" in text
-    assert "dispatch of [3, 8]. Not waiting in it: rank 1." in text
+    for text in (*first, *second):
+        assert "dispatch of [3, 8]. Not waiting in it: rank 2." in text
     assert "test_prepare.py" in text
     assert "in _waits" in text

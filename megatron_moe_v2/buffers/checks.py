@@ -107,8 +107,8 @@ def check_rows(num_tokens: int, ceiling: int) -> None:
             "rows of x in one call",
             got=num_tokens,
             expected=f"at most {ceiling}, the ceiling that the buffer was built for",
-            fix=f"Set {name_of('max_tokens_per_rank')}={num_tokens} on every rank before the first buffer is built, "
-            "or shorten the sequence or the micro-batch.",
+            fix=f"Set {name_of('max_tokens_per_rank')}={num_tokens} ({name_of('decode_max_tokens_per_rank')} for the "
+            "decode buffer) on every rank before the first buffer is built, or shorten sequence or micro-batch.",
         )
 
 

@@ -194,7 +194,7 @@ class LegacyElasticBuffer:
             recv_weights = received.view(torch.float32)[:, : topk_weights.shape[1]].contiguous()
         if do_expand:
             return self._expand(recv_x, recv_weights, handle, do_zero_padding, event)
-        return recv_x, handle.recv_topk_idx, recv_weights, handle, event
+        return recv_x, handle.recv_topk_idx.clone(), recv_weights, handle, event
 
     def _make_handle(
         self,

@@ -89,7 +89,9 @@ def ceiling(
         return Ceiling(tokens=(pool.pinned or read()).max_tokens_per_rank, source=name_of("max_tokens_per_rank"))
     if seq_length is not None and micro_batch_size is not None:
         return _derived("seq_length= and micro_batch_size=", seq_length, micro_batch_size, config)
-    if pool.pinned is not None:
+    if pool.pinned is not None and any(
+        entry.spec.num_max_tokens_per_rank == pool.pinned.max_tokens_per_rank for entry in pool.entries()
+    ):
         return Ceiling(tokens=pool.pinned.max_tokens_per_rank, source="the buffers that exist")
     arguments = _megatron_arguments()
     if arguments is not None:

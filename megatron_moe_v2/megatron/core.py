@@ -64,6 +64,9 @@ _SIGNATURES = {
 }
 
 
+_FREE_INPUT_ARGUMENTS = "name is_moe config"
+
+
 def module(path: str) -> ModuleType:
     """A module of megatron-core.
 
@@ -108,8 +111,17 @@ def check(layout: Layout) -> None:
         found = " ".join(inspect.signature(_find(path)).parameters)
         if found != wanted:
             raise MegatronError(f"arguments of {path} in megatron-core {version()}", got=found, expected=wanted)
-    if layout == "expert" and not free_input_modules():
-        raise _missing(f"{FREE_INPUT[0]}.should_free_input")
+    if layout == "expert":
+        owners = free_input_modules()
+        if not owners:
+            raise _missing(f"{FREE_INPUT[0]}.should_free_input")
+        for owner in owners:
+            found = " ".join(inspect.signature(owner.should_free_input).parameters)
+            if not found.startswith(_FREE_INPUT_ARGUMENTS):
+                path = f"{owner.__name__}.should_free_input"
+                raise MegatronError(
+                    f"arguments of {path} in megatron-core {version()}", got=found, expected=_FREE_INPUT_ARGUMENTS
+                )
 
 
 def free_input_modules() -> list[ModuleType]:

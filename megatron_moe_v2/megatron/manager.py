@@ -18,15 +18,12 @@ from torch import Tensor
 
 from ..communication import DispatchHandle
 from ..errors import MegatronError
+from ..fused_a2a import MEGATRON_DEFAULT_NUM_SMS
 from ..pool import pool
 from .core import module
 from .functions import Functions
 
 __all__ = ["ExpertLayoutManager", "alignment_for", "num_sms_for"]
-
-_UNSET_NUM_SMS = 20
-"""Default of ``moe_deepep_num_sms`` before 0.19: nobody set it."""
-
 
 _PADDED_BY = (
     "fp8",
@@ -145,4 +142,4 @@ def num_sms_for(config: Any) -> int:
     if hasattr(config, "moe_flex_dispatcher_num_sms"):
         return config.moe_flex_dispatcher_num_sms or 0
     older = getattr(config, "moe_deepep_num_sms", None) or 0
-    return 0 if older == _UNSET_NUM_SMS else older
+    return 0 if older == MEGATRON_DEFAULT_NUM_SMS else older  # nobody set it

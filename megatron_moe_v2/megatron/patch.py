@@ -77,14 +77,16 @@ def install(layout: Layout = "token", *, max_tokens_per_rank: int | None = None,
         raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
     if max_tokens_per_rank is not None:
         ceiling(max_tokens_per_rank)
-    functions = Functions(max_tokens_per_rank=max_tokens_per_rank, nvtx=nvtx)
+    if _installation.layout != layout:
+        core.check(layout)
+        _refuse_after(layout)
+    # Managers that exist call through this object.
+    functions = _installation.functions
+    vars(functions).update(vars(Functions(max_tokens_per_rank=max_tokens_per_rank, nvtx=nvtx)))
     if _installation.layout == layout:
-        vars(_installation.functions).update(vars(functions))  # what is installed calls through this object
         return
-    core.check(layout)
-    _refuse_after(layout)
     _installation.restore()
-    _installation.functions, _installation.layout = functions, layout
+    _installation.layout = layout
     fused_a2a, dispatcher = core.module(core.FUSED_A2A), core.module(core.TOKEN_DISPATCHER)
     for name, function in functions.replacements().items():
         for owner in (fused_a2a, dispatcher):
