@@ -23,10 +23,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from expert_gemm import grouped_linear
+from fp8_experts import fp8_grouped_linear
 from layers import Embedding, Linear, RMSNorm
 from torch import Tensor, nn
 
 from megatron_moe_v2 import FlexTokenDispatcher
+from megatron_moe_v2.fp8 import QuantizedRows, ScaleFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +137,13 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_local, config.hidden, 2 * config.expert_ffn))
         self.down = nn.Parameter(torch.empty(num_local, config.expert_ffn, config.hidden))
 
-    def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
+    def forward(self, rows: Tensor | QuantizedRows, rows_per_expert: Tensor) -> Tensor:
         """``rows [P, H]`` grouped by expert, ``rows_per_expert`` CPU int64 ``[L]`` summing to P; ``[P, H]``."""
-        gate, up = grouped_linear(rows, self.gate_up, rows_per_expert).chunk(2, dim=-1)
+        if isinstance(rows, QuantizedRows):
+            gate_up = fp8_grouped_linear(rows, self.gate_up, rows_per_expert)
+        else:
+            gate_up = grouped_linear(rows, self.gate_up, rows_per_expert)
+        gate, up = gate_up.chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down, rows_per_expert)
 
 
@@ -182,7 +188,7 @@ class MoELanguageModel(nn.Module):
         seed: of the initial weights.
         compute_dtype: float32 or bfloat16.
         device: where parameters live.
-        layout, expert_alignment: of :class:`FlexTokenDispatcher`.
+        layout, expert_alignment, fp8, dequantize, fp8_backward: of :class:`FlexTokenDispatcher`.
     """
 
     def __init__(
@@ -195,6 +201,9 @@ class MoELanguageModel(nn.Module):
         device: torch.device,
         layout: Literal["token", "expert"] = "token",
         expert_alignment: int = 1,
+        fp8: ScaleFormat | None = None,
+        dequantize: bool = True,
+        fp8_backward: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.seed = config, compute_dtype, seed
@@ -206,6 +215,9 @@ class MoELanguageModel(nn.Module):
                     num_experts=config.experts,
                     layout=layout,
                     expert_alignment=expert_alignment,
+                    fp8=fp8,
+                    dequantize=dequantize,
+                    fp8_backward=fp8_backward,
                     name=f"block {number}",
                 )
                 blocks.append(Block(config, dispatcher, rank * dispatcher.num_local_experts))

@@ -20,6 +20,8 @@ from .agreement import post_failure, posted_failure
 from .buffers.contract import HandleSkeleton, flatten_handle
 from .buffers.layout import align_counts
 from .errors import CaptureError, CommunicationError, InputError
+from .fp8 import QuantizedRows, ScaleFormat, dequantize
+from .fp8_wire import quantized_for_wire, received_rows
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
 from .recompute import RoutingLayout
@@ -35,6 +37,7 @@ __all__ = [
     "launch_combine",
     "launch_dispatch",
     "like",
+    "opened",
     "or_zeros",
 ]
 
@@ -54,6 +57,9 @@ class Call:
         static_shapes: as many rows as the ceiling allows, whatever arrives; the host waits for nothing.
         async_finish: the kernels run beside the host's next work until their result is waited for.
         allocate_on_comm_stream: results belong to the communication stream.
+        fp8: tokens travel in FP8, with scales that the receiver keeps so.
+        dequantize: hand on the received FP8 rows in the dtype of the tokens.
+        fp8_backward: the gradient of the combine travels in FP8 too.
     """
 
     entry: PooledBuffer
@@ -63,6 +69,9 @@ class Call:
     static_shapes: bool = False
     async_finish: bool = False
     allocate_on_comm_stream: bool = False
+    fp8: ScaleFormat | None = None
+    dequantize: bool = True
+    fp8_backward: bool = False
 
     @property
     def zero_padding(self) -> bool:
@@ -117,11 +126,17 @@ class DispatchHandle:
 class Received(NamedTuple):
     """What a dispatch delivers; as ``fused_dispatch`` returns it."""
 
-    x: Tensor
+    x: Any  # a tensor, or QuantizedRows
     topk_idx: Tensor | None
     topk_weights: Tensor
     tokens_per_expert: Tensor
     handle: DispatchHandle
+
+    @property
+    def differentiable(self) -> Tensor:
+        """What autograd takes for the rows."""
+        rows = self.x if isinstance(self.x, Tensor) else self.x.anchor
+        return cast(Tensor, rows)
 
     def without_gradient(self) -> list[Tensor]:
         """The tensors that autograd must not expect gradients for."""
@@ -199,12 +214,16 @@ def launch_dispatch(
             routing["do_cpu_sync"] = False
     else:
         routing = {"handle": known.ep_handle, "num_sms": known.ep_handle.num_sms}
+    tokens: Any = x.contiguous()
+    if call.fp8 is not None:
+        tokens = quantized_for_wire(tokens, call.fp8)
+        routing["use_tma_aligned_col_major_sf"] = call.fp8.column_major
     recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(
         call,
         "dispatch" if known is None else "repeated dispatch",
         x,
         entry.buffer.dispatch,
-        x.contiguous(),
+        tokens,
         topk_weights=topk_weights.to(weights_dtype).contiguous(),
         num_experts=call.num_experts,
         num_max_tokens_per_rank=entry.spec.num_max_tokens_per_rank,
@@ -217,15 +236,23 @@ def launch_dispatch(
         counts = ep_handle.num_unaligned_recv_tokens_per_expert
     else:
         counts = _on_cpu(ep_handle.num_recv_tokens_per_expert_list)
-    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_x.shape[0])
+    if call.fp8 is not None:
+        recv_x = received_rows(recv_x, call.fp8, x, handed_on=not call.dequantize)
+    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=len(recv_weights))
     if layout_cache is not None and known is None:
         layout_cache.handle = handle
     return Received(recv_x, recv_idx, recv_weights, counts, handle), event
 
 
 def complete(received: Received) -> Received:
-    """What can be done only after the wait: counts of the caller's own, and no expert for rows that nobody sent."""
+    """What can be done only after the wait.
+
+    FP8 rows are de-quantised unless they are handed on, counts become the caller's own, and rows that nobody sent get
+    no expert.
+    """
     call, idx = received.handle.call, received.topk_idx
+    if call.fp8 is not None and call.dequantize:
+        received = received._replace(x=opened(received.x))
     if not call.counts_on_device:
         return received
     if idx is not None:
@@ -258,14 +285,22 @@ def launch_combine(
     )
 
 
-def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor, Any]:
-    """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group."""
+def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor | QuantizedRows, Any]:
+    """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group.
+
+    After the wait the rows go through :func:`opened`.
+    """
+    tokens: Any = x.contiguous()
+    in_fp8 = call.fp8 if call.fp8_backward else None
+    if in_fp8 is not None:
+        in_fp8 = replace(in_fp8, column_major=False)
+        tokens = quantized_for_wire(tokens, in_fp8)
     recv_x, _, _, _, event = _communicate(
         call,
         "cached dispatch",
         x,
         call.entry.buffer.dispatch,
-        x.contiguous(),
+        tokens,
         handle=ep_handle,
         num_experts=ep_handle.num_experts,
         num_max_tokens_per_rank=ep_handle.num_max_tokens_per_rank,
@@ -274,7 +309,15 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
         do_expand=ep_handle.do_expand,
         do_zero_padding=call.zero_padding,
     )
-    return recv_x, event
+    return recv_x if in_fp8 is None else received_rows(recv_x, in_fp8, x), event
+
+
+def opened(rows: Tensor | QuantizedRows) -> Tensor:
+    """Received rows in the dtype that their tokens have on the sender; only after the wait."""
+    if isinstance(rows, Tensor):
+        return rows
+    assert rows.anchor is not None
+    return dequantize(rows, rows.anchor.dtype)
 
 
 def first_order(backward: _F) -> _F:

@@ -17,6 +17,7 @@ from ..errors import BufferClosedError, InputError, LimitError
 from ..probe import probe
 from ..settings import name_of
 from . import fabric
+from .channels import Token, cached_num_sms, channels_per_sm, sms_of_both
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer
 from .deepep import bring_up, check_cached, check_dtype, check_event, translated
@@ -88,6 +89,7 @@ class GuardedElasticBuffer:
         self._event_type: Any = probe().EventHandle or object
         self._on_efa = fabric.rdma_kind() == "efa"
         self._checked: set[tuple[Any, ...]] = set()
+        self._sent_fp8 = False
 
     def capture(self) -> Any:
         """A raw event handle recorded on the current stream."""
@@ -116,6 +118,8 @@ class GuardedElasticBuffer:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
         tokens = x[0] if isinstance(x, tuple) else x
         self._check_tokens(tokens, isinstance(x, tuple))
+        if isinstance(x, tuple):
+            check_scales(x[1], tokens)
         if arguments.get("previous_event") is not None or arguments.get("async_with_compute_stream"):
             self._check_streams(arguments)
         check_rows(tokens.shape[0], num_max_tokens_per_rank)
@@ -129,6 +133,13 @@ class GuardedElasticBuffer:
                 self._checked.add((num_experts, topk_idx.shape[1]))
             topk_idx = topk_idx.to(self._topk_idx_dtype)
         hidden = tokens.shape[1]
+        self._sent_fp8 = self._sent_fp8 or isinstance(x, tuple)
+        if self._sent_fp8 and self.raw.num_scaleout_ranks > 1:
+            num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
+            scales = x[1].shape[1] if isinstance(x, tuple) else None
+            arguments["num_sms"] = self._hybrid_num_sms(
+                arguments.get("num_sms", 0), handle, num_experts, num_topk, hidden, scales
+            )
         received = self._call(
             self.raw.dispatch,
             x if isinstance(x, tuple) else _pad(x),
@@ -193,8 +204,41 @@ class GuardedElasticBuffer:
                 fix="Use more expert-parallel ranks, or direct mode.",
             )
 
+    def _hybrid_num_sms(
+        self, num_sms: int, handle: Any, num_experts: int, num_topk: int, hidden: int, num_scales: int | None
+    ) -> int:
+        """An SM count with which a cached dispatch has the channels of the dispatch whose handle it takes."""
+        limit: Any = torch.cuda.get_device_properties("cuda")
+
+        def per_sm(width: int, scales: int | None) -> int:
+            return channels_per_sm(
+                Token(width=width, num_scales=scales, num_topk=num_topk),
+                num_ranks=self.raw.num_ranks,
+                num_experts=num_experts,
+                shared_memory=limit.shared_memory_per_block_optin,
+                overlap=self.raw.prefer_overlap_with_compute,
+            )
+
+        padded = -(-hidden // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+        own = per_sm(padded if num_scales is None else hidden, num_scales)
+        if handle is not None:
+            return cached_num_sms(handle.channel_linked_list.shape[0], own, limit.multi_processor_count)
+        if num_scales is None or num_sms <= 0:
+            return num_sms
+        return sms_of_both(num_sms, own, per_sm(padded, None))[0]
+
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return translated(function, self.raw.rank_idx, self.raw.num_ranks, *args, **kwargs)
+
+
+def check_scales(scales: Any, tokens: Tensor) -> None:
+    """Scales that the kernels read: ``[T, S]`` of four bytes, float32 or packed int32, of any strides."""
+    if not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(tokens):
+        got = list(scales.shape) if isinstance(scales, Tensor) else type(scales).__name__
+        raise InputError("scales of FP8 tokens", got=got, expected=f"[{len(tokens)}, S]")
+    if scales.dtype not in (torch.float32, torch.int32) or scales.device != tokens.device:
+        got, wanted = f"{scales.dtype} on {scales.device}", f"float32 or int32 on {tokens.device}"
+        raise InputError("scales of FP8 tokens", got=got, expected=wanted)
 
 
 def _pad(x: Tensor) -> Tensor:
