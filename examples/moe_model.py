@@ -24,11 +24,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from expert_gemm import grouped_linear, runs_native
+from fp8_experts import fp8_grouped_linear
 from layers import Embedding, Linear, RMSNorm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_v2 import FlexTokenDispatcher, RoutingLayout
+from megatron_moe_v2.fp8 import QuantizedRows, ScaleFormat
 
 Choose = Callable[[int, Tensor], Tensor]
 """``(block, topk_idx [..., K])`` of all tokens, those of a sequence side by side, to the experts to take instead."""
@@ -172,9 +174,13 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_local, config.hidden, 2 * config.expert_ffn))
         self.down = nn.Parameter(torch.empty(num_local, config.expert_ffn, config.hidden))
 
-    def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
+    def forward(self, rows: Tensor | QuantizedRows, rows_per_expert: Tensor) -> Tensor:
         """``rows [P, H]`` grouped by expert, ``rows_per_expert`` ``[L]`` as :func:`grouped_linear`; ``[P, H]``."""
-        gate, up = grouped_linear(rows, self.gate_up, rows_per_expert).chunk(2, dim=-1)
+        if isinstance(rows, QuantizedRows):
+            gate_up = fp8_grouped_linear(rows, self.gate_up, rows_per_expert)
+        else:
+            gate_up = grouped_linear(rows, self.gate_up, rows_per_expert)
+        gate, up = gate_up.chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down, rows_per_expert)
 
 
@@ -240,7 +246,7 @@ class MoELanguageModel(nn.Module):
         seed: of the initial weights.
         compute_dtype: float32 or bfloat16.
         device: where parameters live.
-        layout, expert_alignment: of :class:`FlexTokenDispatcher`.
+        layout, expert_alignment, fp8, dequantize, fp8_backward: of :class:`FlexTokenDispatcher`.
         decode_layout: the same while decoding, with static shapes under the ceiling for decoding.
         recompute: keep nothing of a block for backward but its input and the layout of its dispatch.
     """
@@ -257,6 +263,9 @@ class MoELanguageModel(nn.Module):
         expert_alignment: int = 1,
         decode_layout: Literal["token", "expert"] = "expert",
         recompute: bool = False,
+        fp8: ScaleFormat | None = None,
+        dequantize: bool = True,
+        fp8_backward: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.seed, self.recompute = config, compute_dtype, seed, recompute
@@ -266,7 +275,13 @@ class MoELanguageModel(nn.Module):
             for number in range(config.blocks):
                 name, experts = f"block {number}", config.experts
                 dispatcher = FlexTokenDispatcher(
-                    num_experts=experts, layout=layout, expert_alignment=expert_alignment, name=name
+                    num_experts=experts,
+                    layout=layout,
+                    expert_alignment=expert_alignment,
+                    fp8=fp8,
+                    dequantize=dequantize,
+                    fp8_backward=fp8_backward,
+                    name=name,
                 )
                 decoder = FlexTokenDispatcher(
                     num_experts=experts,

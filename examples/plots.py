@@ -23,8 +23,11 @@ STYLE = {
     "legend.frameon": False,
 }
 
+Other = tuple[str, list[Record]]
+"""Another run to compare with: its name and its records."""
 
-def draw(records: list[Record], out: Path, *, vocab: int) -> list[Path]:
+
+def draw(records: list[Record], out: Path, *, vocab: int, other: Other | None = None) -> list[Path]:
     """Write ``loss.png`` and ``expert_load.png``; an empty list where matplotlib is missing or no step was taken."""
     try:
         import matplotlib as mpl
@@ -34,7 +37,7 @@ def draw(records: list[Record], out: Path, *, vocab: int) -> list[Path]:
         return []
     mpl.use("Agg")
     with mpl.rc_context(STYLE):
-        return [_loss(records, out / "loss.png", vocab), _load(records, out / "expert_load.png")]
+        return [_loss(records, out / "loss.png", vocab, other), _load(records, out / "expert_load.png")]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -56,7 +59,7 @@ def _rank_changes(records: list[Record], axes: Any) -> None:
             axes.text(after["step"] - 0.5, 0.03, label, transform=axes.get_xaxis_transform(), color="0.3")
 
 
-def _loss(records: list[Record], path: Path, vocab: int) -> Path:
+def _loss(records: list[Record], path: Path, vocab: int, other: Other | None = None) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -70,6 +73,12 @@ def _loss(records: list[Record], path: Path, vocab: int) -> Path:
     )
     top.plot(steps, loss, color="#9ecae1", linewidth=0.9, label="each step")
     top.plot(steps, smooth(loss), color="#08519c", linewidth=2.2, label="smoothed")
+    if other is not None and other[1]:
+        theirs = np.array([record["loss"] for record in other[1]])
+        share = end / smoothed(theirs.tolist()) - 1
+        label = f"{other[0]}, smoothed; this run ends {share:+.2%} beside it"
+        place = [record["step"] for record in other[1]]
+        top.plot(place, smooth(theirs), color="#d94701", linewidth=1.4, linestyle="--", label=label)
     top.annotate(f"{end:.2f}", (steps[-1], end), (6, 0), textcoords="offset points", color="#08519c", va="center")
     ranks, rate = records[-1]["ranks"], np.median([record["tokens_per_s"] for record in records])
     top.set(title=f"Training loss on {ranks} rank{'s' * (ranks > 1)}, {rate:,.0f} tokens/s", ylabel="nats per token")

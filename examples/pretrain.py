@@ -21,14 +21,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expert_gemm import runs_native
+from fp8_experts import runs_deep_gemm
 from moe_model import ModelConfig, MoELanguageModel, RouterStats
 from optimizers import build_optimizer, learning_rate, set_learning_rate
 from parallel import Ranks, StopRequest
-from records import Record, StepLog, trajectory_line
+from records import Record, StepLog, read_log, trajectory_line
 from text_data import Batch, Windows, read_text, standard_library
 from torch import Tensor
 
 from megatron_moe_v2 import close_buffers, prepare_buffer
+from megatron_moe_v2.fp8 import ScaleFormat
+from megatron_moe_v2.fp8_wire import buffer_hidden
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -70,6 +73,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     where = parser.add_argument_group("expert parallelism and device")
     where.add_argument("--layout", choices=("token", "expert"), default="token", help="what dispatch returns")
     where.add_argument("--expert-alignment", type=int, default=1, help="expert layout: rows per expert, multiple of")
+    where.add_argument(
+        "--fp8-dispatch",
+        choices=("float32", "ue8m0"),
+        nargs="?",
+        const="float32",
+        help="tokens travel to their experts in FP8 with such scales, and back in their own dtype",
+    )
+    where.add_argument("--fp8-experts", action="store_true", help="with --fp8-dispatch: the first product in FP8 too")
+    where.add_argument("--fp8-backward", action="store_true", help="with --fp8-dispatch: gradients do so too")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: fp32 on CPU, else bf16")
     output = parser.add_argument_group("output")
@@ -79,6 +91,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     output.add_argument("--keep", type=int, default=2, help="newest checkpoints that are kept")
     output.add_argument("--no-save", action="store_true", help="write no checkpoint")
     output.add_argument("--no-plots", action="store_true", help="draw no pictures")
+    output.add_argument(
+        "--compare", type=Path, metavar="LOG", help="draw the loss of this other run's log beside this one's"
+    )
     output.add_argument("--stop-at", type=int, metavar="STEP", help="save and stop after STEP, as Ctrl-C would")
     output.add_argument(
         "--resume", nargs="?", const="latest", help="go on from this checkpoint; default: newest in OUT/checkpoints"
@@ -135,7 +150,9 @@ class Trainer:
         dtype = args.dtype if args.dtype != "auto" else "fp32" if ranks.device.type == "cpu" else "bf16"
         compute_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         most_tokens = -(-args.global_batch // ranks.world) * args.seq_len
-        buffer = prepare_buffer(hidden=config.hidden, num_topk=config.top_k, num_max_tokens_per_rank=most_tokens)
+        fp8 = None if args.fp8_dispatch is None else ScaleFormat(kind=args.fp8_dispatch)
+        hidden = config.hidden if fp8 is None else buffer_hidden(config.hidden)
+        buffer = prepare_buffer(hidden=hidden, num_topk=config.top_k, num_max_tokens_per_rank=most_tokens)
         self.model = MoELanguageModel(
             config,
             rank=ranks.rank,
@@ -144,6 +161,9 @@ class Trainer:
             device=ranks.device,
             layout=args.layout,
             expert_alignment=args.expert_alignment,
+            fp8=fp8,
+            dequantize=not args.fp8_experts,
+            fp8_backward=args.fp8_backward,
         )
         self.experts = list(self.model.expert_parameters())
         expert_ids = {id(parameter) for parameter in self.experts}
@@ -164,6 +184,11 @@ class Trainer:
             native = "grouped_mm" if runs_native(ranks.device.type, compute_dtype) else "loop over experts"
             print(f"buffer: {buffer.describe()}")
             print(f"ranks: {ranks.world} on {ranks.device.type}, {args.layout} layout, {dtype}, expert GEMM: {native}")
+            if fp8 is not None:
+                back = "too" if args.fp8_backward else f"in {dtype}"
+                print(f"dispatch: FP8 with {fp8.kind} scales, gradients {back}")
+                if args.fp8_experts:
+                    print(f"FP8 rows: {'DeepGEMM' if runs_deep_gemm(ranks.device) else 'de-quantised by the experts'}")
             print(f"optimizer: {chosen}")
             print(
                 f"model: {dense:,} dense + {experts:,} expert parameters, {config.experts} experts, top-{config.top_k}"
@@ -234,7 +259,8 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
     if saved > start:
         print(f"{'stopped on request, ' if stopped else ''}saved {path}")
     if not args.no_plots:
-        pictures = plots.draw(log.records, args.out, vocab=trainer.model.config.vocab)
+        other = None if args.compare is None else (args.compare.parent.name, read_log(args.compare))
+        pictures = plots.draw(log.records, args.out, vocab=trainer.model.config.vocab, other=other)
         print("pictures: " + (", ".join(map(str, pictures)) or "none, for want of matplotlib"))
     print(trajectory_line(log.records), flush=True)
 

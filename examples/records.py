@@ -36,6 +36,11 @@ def pretraining_text(record: Record) -> str:
     )
 
 
+def read_log(path: Path) -> list[Record]:
+    """The records of a log."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 class StepLog:
     """Writes records to a file and shows progress; on ranks other than the first it does nothing.
 
@@ -61,8 +66,7 @@ class StepLog:
         if not active:
             return
         if start and path.exists():
-            old = [json.loads(line) for line in path.read_text().splitlines()]
-            self.records = [record for record in old if record["step"] <= start]
+            self.records = [record for record in read_log(path) if record["step"] <= start]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
         for record in self.records:

@@ -11,6 +11,7 @@ Legend: T own tokens, H hidden, K top-k, n received tokens, A rows of the expert
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,19 +28,40 @@ from .communication import (
     launch_combine,
     launch_dispatch,
     like,
+    opened,
     or_zeros,
 )
+from .fp8 import QuantizedRows
 from .recompute import RoutingLayout
 from .streams import finish
 
 __all__ = [
     "FusedCombine",
     "FusedDispatch",
+    "as_delivered",
     "keep_combine",
     "keep_dispatch",
     "launch_backward_of_combine",
     "launch_backward_of_dispatch",
+    "outputs",
 ]
+
+
+def outputs(received: Received) -> tuple[Any, ...]:
+    """What a dispatch's function returns to autograd: FP8 rows have no gradient, so their anchor stands first, and
+    they themselves last, a plain object."""
+    if isinstance(received.x, Tensor):
+        return (*received,)
+    return (received.x.anchor, *received[1:], replace(received.x, anchor=None))
+
+
+def as_delivered(returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a dispatch delivers, from what autograd returned."""
+    if len(returned) == len(Received._fields):
+        return returned
+    anchor, *others, rows = returned
+    assert isinstance(rows, QuantizedRows)
+    return (replace(rows, anchor=anchor), *others)
 
 
 def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None:
@@ -49,7 +71,7 @@ def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None
     tensors, ctx.skeleton = received.handle.flat
     ctx.save_for_backward(*tensors)
     ctx.call, ctx.weights_travel = received.handle.call, weights_travel
-    ctx.received = like(received.x), like(received.topk_weights)
+    ctx.received = like(received.differentiable), like(received.topk_weights)
 
 
 def launch_backward_of_dispatch(
@@ -73,7 +95,7 @@ def keep_combine(ctx: Any, call: Call, handle: DispatchHandle, combined: Tensor)
     ctx.call, ctx.combined = call, like(combined)
 
 
-def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor, Any]:
+def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor | QuantizedRows, Any]:
     """Cached dispatch of the gradient, padding rows zero, and its event. Collective over the group."""
     handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
     return launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)
@@ -85,24 +107,24 @@ class FusedDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call, layout_cache: RoutingLayout | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]:
+    ) -> tuple[Any, ...]:
         """Collective over the group. Arguments as :func:`launch_dispatch`.
 
         Returns:
             ``(recv_x, recv_topk_idx, recv_topk_weights, tokens_per_expert, handle)``; ``x`` and the weights have
-            gradients, the indices and counts have none.
+            gradients, the indices and counts have none. Where FP8 rows are handed on, see :func:`as_delivered`.
         """
         received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
         finish(event)
         received = complete(received)
         keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])
         ctx.weights_dtype = topk_weights.dtype
-        return (*received,)
+        return outputs(received)
 
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
+        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         """Collective over the group: combine of both gradients."""
         summed_x, summed_weights, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
@@ -138,4 +160,4 @@ class FusedCombine(torch.autograd.Function):
         """Collective over the group: cached dispatch of the gradient, padding rows zero."""
         grad_x, event = launch_backward_of_combine(ctx, grad)
         finish(event)
-        return grad_x, None, None  # x, handle, call
+        return opened(grad_x), None, None  # x, handle, call

@@ -20,6 +20,8 @@ from .agreement import post_failure, posted_failure
 from .buffers.contract import HandleSkeleton, flatten_handle
 from .buffers.layout import align_counts
 from .errors import CaptureError, CommunicationError, InputError
+from .fp8 import QuantizedRows, ScaleFormat, dequantize
+from .fp8_wire import quantized_for_wire, received_rows
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
 from .recompute import RoutingLayout
@@ -35,6 +37,7 @@ __all__ = [
     "launch_combine",
     "launch_dispatch",
     "like",
+    "opened",
     "or_zeros",
 ]
 
@@ -54,6 +57,9 @@ class Call:
         static_shapes: as many rows as the ceiling allows, whatever arrives; the host waits for nothing.
         async_finish: the kernels run beside the host's next work until their result is waited for.
         allocate_on_comm_stream: results belong to the communication stream.
+        fp8: tokens travel in FP8, with scales that the receiver keeps so.
+        dequantize: hand on the received FP8 rows in the dtype of the tokens.
+        fp8_backward: the gradient of the combine travels in FP8 too.
     """
 
     entry: PooledBuffer
@@ -63,6 +69,9 @@ class Call:
     static_shapes: bool = False
     async_finish: bool = False
     allocate_on_comm_stream: bool = False
+    fp8: ScaleFormat | None = None
+    dequantize: bool = True
+    fp8_backward: bool = False
 
     @property
     def zero_padding(self) -> bool:
@@ -117,35 +126,53 @@ class DispatchHandle:
 class Received(NamedTuple):
     """What a dispatch delivers; as ``fused_dispatch`` returns it."""
 
-    x: Tensor
+    x: Any  # a tensor, or QuantizedRows
     topk_idx: Tensor | None
     topk_weights: Tensor
     tokens_per_expert: Tensor
     handle: DispatchHandle
+
+    @property
+    def differentiable(self) -> Tensor:
+        """What autograd takes for the rows."""
+        rows = self.x if isinstance(self.x, Tensor) else self.x.anchor
+        return cast(Tensor, rows)
 
     def without_gradient(self) -> list[Tensor]:
         """The tensors that autograd must not expect gradients for."""
         return [one for one in (self.topk_idx, self.tokens_per_expert) if one is not None]
 
 
-def _communicate(call: Call, operation: str, x: Tensor, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Call the buffer; the stream is restored on an error, and a failure is explained, remembered and passed on."""
-    entry, stream = call.entry, None
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _communicate(
+    call: Call, operation: str, x: Tensor, method: Callable[..., Any], prepare: Callable[[], Arguments]
+) -> Any:
+    """Call the buffer with what ``prepare`` returns.
+
+    Whatever fails, in the preparation too, is explained, remembered and passed on; the stream is then what it was.
+    """
+    entry, stream, reached = call.entry, None, False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _refuse_in_capture(call, operation)
         entry.note_capture()
     entry.operations.note(operation, x.shape)
     try:
+        args, more = prepare()
         if call.async_finish or call.allocate_on_comm_stream:
             if call.allocate_on_comm_stream and torch.cuda.is_initialized():
                 stream = torch.cuda.current_stream()
             more.update(call.streams())
+        reached = True
         result = method(*args, **more)
         entry.operations.done()
     except BaseException as error:
         entry.operations.done()
         if stream is not None:  # DeepEP leaves its own stream current then
             torch.cuda.set_stream(stream)
+        if not reached and isinstance(error, Exception):
+            entry.fail(operation, error)
         _pass_on(entry, error)
         raise
     entry.broken = False  # all ranks are in step
@@ -194,40 +221,64 @@ def launch_dispatch(
     entry = call.entry
     known = None if layout_cache is None else layout_cache.handle
     weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    if known is None:
-        num_sms = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
-        routing: dict[str, Any] = {"topk_idx": topk_idx.long().contiguous(), "num_sms": num_sms}
-        if call.static_shapes:
-            routing["do_cpu_sync"] = False
-    else:
-        routing = {"handle": known.ep_handle, "num_sms": known.ep_handle.num_sms}
-    recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(
-        call,
-        "dispatch" if known is None else "repeated dispatch",
-        x,
-        entry.buffer.dispatch,
-        x.contiguous(),
-        topk_weights=topk_weights.to(weights_dtype).contiguous(),
-        num_experts=call.num_experts,
-        num_max_tokens_per_rank=entry.spec.num_max_tokens_per_rank,
-        expert_alignment=call.expert_alignment,
-        do_expand=call.expert_layout,
-        do_zero_padding=call.zero_padding,
-        **routing,
-    )
+    _refuse_layout_of_elsewhere(layout_cache, x)
+
+    def prepare() -> Arguments:
+        more: dict[str, Any] = {
+            "topk_weights": topk_weights.to(weights_dtype).contiguous(),
+            "num_experts": call.num_experts,
+            "num_max_tokens_per_rank": entry.spec.num_max_tokens_per_rank,
+            "expert_alignment": call.expert_alignment,
+            "do_expand": call.expert_layout,
+            "do_zero_padding": call.zero_padding,
+        }
+        if known is None:
+            more["topk_idx"] = topk_idx.long().contiguous()
+            more["num_sms"] = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
+            if call.static_shapes:
+                more["do_cpu_sync"] = False
+        else:
+            more["handle"], more["num_sms"] = known.ep_handle, known.ep_handle.num_sms
+        tokens: Any = x.contiguous()
+        if call.fp8 is not None:
+            tokens = quantized_for_wire(tokens, call.fp8)
+            more["use_tma_aligned_col_major_sf"] = call.fp8.column_major
+        return (tokens,), more
+
+    operation = "dispatch" if known is None else "repeated dispatch"
+    recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(call, operation, x, entry.buffer.dispatch, prepare)
     if call.counts_on_device:
         counts = ep_handle.num_unaligned_recv_tokens_per_expert
     else:
         counts = _on_cpu(ep_handle.num_recv_tokens_per_expert_list)
-    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_x.shape[0])
+    if call.fp8 is not None:
+        recv_x = received_rows(recv_x, call.fp8, x, handed_on=not call.dequantize)
+    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=len(recv_weights))
     if layout_cache is not None and known is None:
-        layout_cache.handle = handle
+        layout_cache.fill(handle, captured=x.is_cuda and torch.cuda.is_current_stream_capturing())
     return Received(recv_x, recv_idx, recv_weights, counts, handle), event
 
 
+def _refuse_layout_of_elsewhere(layout_cache: RoutingLayout | None, x: Tensor) -> None:
+    """A graph must not keep the routing of its warm-up, nor eager code that of a graph."""
+    if layout_cache is None or layout_cache.handle is None:
+        return
+    if layout_cache.captured != (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise CaptureError(
+            "layout_cache was filled on the other side of a CUDA graph capture",
+            fix="Make the RoutingLayout inside the captured function.",
+        )
+
+
 def complete(received: Received) -> Received:
-    """What can be done only after the wait: counts of the caller's own, and no expert for rows that nobody sent."""
+    """What can be done only after the wait.
+
+    FP8 rows are de-quantised unless they are handed on, counts become the caller's own, and rows that nobody sent get
+    no expert.
+    """
     call, idx = received.handle.call, received.topk_idx
+    if call.fp8 is not None and call.dequantize:
+        received = received._replace(x=opened(received.x))
     if not call.counts_on_device:
         return received
     if idx is not None:
@@ -245,38 +296,45 @@ def launch_combine(
     call: Call, x: Tensor, ep_handle: Any, topk_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Any]:
     """Rows back to their tokens, summed, and with them the weights, unsummed. Collective over the group."""
-    return cast(
-        "tuple[Tensor, Tensor | None, Any]",
-        _communicate(
-            call,
-            "combine",
-            x,
-            call.entry.buffer.combine,
-            x.contiguous(),
-            ep_handle,
-            topk_weights=topk_weights,
-            num_sms=call.entry.combine_num_sms(ep_handle),
-        ),
-    )
+
+    def prepare() -> Arguments:
+        more = {"topk_weights": topk_weights, "num_sms": call.entry.combine_num_sms(ep_handle)}
+        return (x.contiguous(), ep_handle), more
+
+    result = _communicate(call, "combine", x, call.entry.buffer.combine, prepare)
+    return cast("tuple[Tensor, Tensor | None, Any]", result)
 
 
-def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor, Any]:
-    """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group."""
-    recv_x, _, _, _, event = _communicate(
-        call,
-        "cached dispatch",
-        x,
-        call.entry.buffer.dispatch,
-        x.contiguous(),
-        handle=ep_handle,
-        num_experts=ep_handle.num_experts,
-        num_max_tokens_per_rank=ep_handle.num_max_tokens_per_rank,
-        expert_alignment=ep_handle.expert_alignment,
-        num_sms=ep_handle.num_sms,
-        do_expand=ep_handle.do_expand,
-        do_zero_padding=call.zero_padding,
-    )
-    return recv_x, event
+def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor | QuantizedRows, Any]:
+    """``x`` ``[T, H]`` to where the handle's tokens went, padding rows zero. Collective over the group.
+
+    After the wait the rows go through :func:`opened`.
+    """
+    in_fp8 = replace(call.fp8, column_major=False) if call.fp8 is not None and call.fp8_backward else None
+
+    def prepare() -> Arguments:
+        more = {
+            "handle": ep_handle,
+            "num_experts": ep_handle.num_experts,
+            "num_max_tokens_per_rank": ep_handle.num_max_tokens_per_rank,
+            "expert_alignment": ep_handle.expert_alignment,
+            "num_sms": ep_handle.num_sms,
+            "do_expand": ep_handle.do_expand,
+            "do_zero_padding": call.zero_padding,
+        }
+        tokens = x.contiguous()
+        return (tokens if in_fp8 is None else quantized_for_wire(tokens, in_fp8),), more
+
+    recv_x, _, _, _, event = _communicate(call, "cached dispatch", x, call.entry.buffer.dispatch, prepare)
+    return recv_x if in_fp8 is None else received_rows(recv_x, in_fp8, x), event
+
+
+def opened(rows: Tensor | QuantizedRows) -> Tensor:
+    """Received rows in the dtype that their tokens have on the sender; only after the wait."""
+    if isinstance(rows, Tensor):
+        return rows
+    assert rows.anchor is not None
+    return dequantize(rows, rows.anchor.dtype)
 
 
 def first_order(backward: _F) -> _F:

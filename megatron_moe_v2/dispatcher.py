@@ -9,7 +9,8 @@ Legend: T own tokens, H hidden, K top-k, E experts, L local experts, P rows grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from .buffers.contract import align
 from .buffers.layout import ExpertSlots, align_counts
 from .communication import DispatchHandle
 from .errors import HandleError, InputError, MoEError
+from .fp8 import QuantizedRows, ScaleFormat
+from .fp8_wire import check_options
 from .fused_a2a import Layout, fused_combine, fused_dispatch
-from .permutation import group_by_expert, sum_over_experts
+from .permutation import group_by_expert, group_quantized, sum_over_experts
 from .pool import Ceiling, Group, pool, resolve_group
 from .recompute import RoutingLayout
 
@@ -31,7 +34,8 @@ class Dispatched:
     """Tokens at their experts, and what the combine needs. Several may be in flight.
 
     Attributes:
-        tokens: ``[P, H]``, grouped by local expert; padding rows are zero.
+        tokens: ``[P, H]``, grouped by local expert; padding rows are zero. With ``dequantize=False`` a
+            :class:`~megatron_moe_v2.fp8.QuantizedRows`.
         weights: float32 ``[P]``, routing weight of each row; zero for padding.
         tokens_per_expert: ``[L]``, exact counts; on the CPU unless the expert layout pads.
         padded_tokens_per_expert: int64 ``[L]`` on the CPU, sums to P: what a grouped GEMM walks by. With static shapes
@@ -42,7 +46,7 @@ class Dispatched:
         shape: of the tokens before dispatch, ``[..., H]``.
     """
 
-    tokens: Tensor
+    tokens: Any
     weights: Tensor
     tokens_per_expert: Tensor
     padded_tokens_per_expert: Tensor
@@ -63,6 +67,7 @@ class FlexTokenDispatcher:
         num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several.
         static_shapes: as many rows as the ceiling allows, whatever arrives, and no host synchronisation; see
             :class:`Dispatched`.
+        fp8, dequantize, fp8_backward: FP8 on the wire, as :func:`fused_dispatch` takes them.
         name: label in errors, e.g. ``"layer 3"``.
         async_finish, allocate_on_comm_stream: DeepEP's stream flags.
 
@@ -80,6 +85,9 @@ class FlexTokenDispatcher:
         num_topk: int | None = None,
         num_max_tokens_per_rank: Ceiling = None,
         static_shapes: bool = False,
+        fp8: ScaleFormat | None = None,
+        dequantize: bool = True,
+        fp8_backward: bool = False,
         name: str | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
@@ -92,6 +100,8 @@ class FlexTokenDispatcher:
             raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
         if expert_alignment < 1:
             raise InputError("expert_alignment", got=expert_alignment, expected="at least 1")
+        check_options(fp8, dequantize, fp8_backward)
+        self.fp8, self.dequantize, self.fp8_backward = fp8, dequantize, fp8_backward
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.group.size()
         self.layout, self.expert_alignment = layout, expert_alignment
@@ -114,6 +124,7 @@ class FlexTokenDispatcher:
             MoEError: as :func:`fused_dispatch`, with this dispatcher's name.
         """
         expert = self.layout == "expert"
+        fp8 = self.fp8 if expert or self.fp8 is None else replace(self.fp8, column_major=False)
         try:
             recv_x, recv_idx, recv_weights, counts, handle = fused_dispatch(
                 _flat(x),
@@ -128,6 +139,9 @@ class FlexTokenDispatcher:
                 num_max_tokens_per_rank=self.num_max_tokens_per_rank,
                 static_shapes=self.static_shapes,
                 layout_cache=layout_cache,
+                fp8=fp8,
+                dequantize=self.dequantize and (expert or fp8 is None),  # else together with the grouping
+                fp8_backward=self.fp8_backward,
             )
         except MoEError as error:
             named = self._named(error)
@@ -138,9 +152,14 @@ class FlexTokenDispatcher:
         if recv_idx is not None:
             padded = align_counts(padded, self.expert_alignment)
             num_slots = self._most_slots(handle) if self.static_shapes else int(padded.sum())
-            recv_x, recv_weights, slots = group_by_expert(
-                recv_x, recv_idx, recv_weights, self.num_local_experts, num_slots, self.expert_alignment
-            )
+            grouping = recv_idx, recv_weights, self.num_local_experts, num_slots, self.expert_alignment
+            if self.fp8 is None:
+                recv_x, recv_weights, slots = group_by_expert(recv_x, *grouping)
+            else:
+                recv_x, recv_weights, slots = group_quantized(recv_x, *grouping, opened=self.dequantize)
+            if isinstance(recv_x, QuantizedRows) and self.fp8 is not None:
+                scales = self.fp8.arrange(recv_x.scales) if self.fp8.column_major else recv_x.scales
+                recv_x = replace(recv_x, scales=scales, format=self.fp8)
         return Dispatched(
             tokens=recv_x,
             weights=recv_weights,
@@ -202,7 +221,7 @@ class FlexTokenDispatcher:
             if not isinstance(dispatched, Dispatched):
                 got = type(dispatched).__name__
                 pool.fail(self.group, "combine", InputError("dispatched", got=got, expected="what dispatch returned"))
-            rows = len(dispatched.tokens)
+            rows = len(dispatched.weights)
             if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or len(expert_output) != rows:
                 got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
                 pool.fail(self.group, "combine", InputError("expert_output", got=got, expected=f"[{rows}, H]"))

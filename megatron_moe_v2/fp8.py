@@ -129,6 +129,9 @@ class QuantizedRows:
         scales: ``[T, format.width(hidden)]``, or ``[L, T, ...]``, of the format's dtype and strides.
         format: how the scales are kept.
         hidden: H, channels without padding.
+        anchor: zeros ``[T, H]`` without storage of their own, in the dtype of the tokens before quantisation; what a
+            function of the rows takes as their differentiable stand-in, and returns their gradient for. Set where the
+            rows come out of a dispatch.
 
     Raises:
         InputError: a dtype, shape, stride or device is not what the format says.
@@ -138,6 +141,7 @@ class QuantizedRows:
     scales: Tensor
     format: ScaleFormat
     hidden: int
+    anchor: Tensor | None = None
 
     def __post_init__(self) -> None:
         data, width = self.data, align(self.hidden, GROUP)
@@ -154,6 +158,9 @@ class QuantizedRows:
         if self.scales.device != data.device:
             raise InputError("device of FP8 scales", got=self.scales.device, expected=data.device)
         self.format._check(self.scales, data.shape[:-1], self.hidden)
+        if self.anchor is not None and self.anchor.shape != (*data.shape[:-1], self.hidden):
+            wanted = f"{[*data.shape[:-1], self.hidden]}"
+            raise InputError("anchor of FP8 rows", got=list(self.anchor.shape), expected=wanted)
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:

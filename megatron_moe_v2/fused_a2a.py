@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from .agreement import agree
-from .autograd import FusedCombine, FusedDispatch
+from .autograd import FusedCombine, FusedDispatch, as_delivered
 from .communication import Call, DispatchHandle
-from .errors import BufferClosedError, HandleError, InputError, MoEError
+from .errors import BufferClosedError, CaptureError, HandleError, InputError, LimitError, MoEError
+from .fp8 import ScaleFormat
+from .fp8_wire import buffer_hidden, check_gradient, check_options, check_tokens
 from .overlap import Pending, launch_pending_combine, launch_pending_dispatch
 from .pool import Ceiling, Group, pool, resolve_group
 from .probe import probe
 from .recompute import RoutingLayout
-from .settings import agreement_timeout
+from .settings import agreement_timeout, name_of
 
 __all__ = ["HAVE_DEEP_EP", "HAVE_DEEP_EP_V2", "Layout", "fused_combine", "fused_dispatch", "set_deepep_num_sms"]
 
@@ -74,6 +76,9 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    fp8: ScaleFormat | None = None,
+    dequantize: Literal[True] = True,
+    fp8_backward: bool = False,
     wait: Literal[True] = True,
 ) -> Delivered: ...
 
@@ -93,8 +98,33 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    fp8: ScaleFormat | None = None,
+    dequantize: Literal[True] = True,
+    fp8_backward: bool = False,
     wait: Literal[False],
 ) -> Pending[Delivered]: ...
+
+
+@overload
+def fused_dispatch(
+    x: Tensor,
+    token_indices: Tensor,
+    token_probs: Tensor,
+    num_experts: int,
+    group: Group,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+    *,
+    layout: Layout = "token",
+    expert_alignment: int = 1,
+    num_max_tokens_per_rank: Ceiling = None,
+    static_shapes: bool = False,
+    layout_cache: RoutingLayout | None = None,
+    fp8: ScaleFormat | None = None,
+    dequantize: bool,
+    fp8_backward: bool = False,
+    wait: bool = True,
+) -> Any: ...
 
 
 @_eager
@@ -112,8 +142,11 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    fp8: ScaleFormat | None = None,
+    dequantize: bool = True,
+    fp8_backward: bool = False,
     wait: bool = True,
-) -> Delivered | Pending[Delivered]:
+) -> Any:
     """Send each token to the ranks of its experts. Collective over the group.
 
     Args:
@@ -132,6 +165,13 @@ def fused_dispatch(
             call can be captured in a CUDA graph (DeepEP V2).
         layout_cache: filled by the first dispatch that it is passed to; a later one, a recomputation, repeats that
             one's routing without exchanging counts. One for each micro-batch and layer.
+        fp8: tokens (bfloat16; float32 on the embedded buffer) travel in FP8, in groups of 128 channels with scales that
+            are received in this format; see :mod:`megatron_moe_v2.fp8`. The gradient passes the rounding as if it were
+            the identity, and travels as without FP8.
+        dequantize: False hands the FP8 rows on as they are, for an FP8 grouped GEMM: ``recv_x`` is then a
+            :class:`~megatron_moe_v2.fp8.QuantizedRows`, whose ``anchor`` ``[n, H]`` is the differentiable input of what
+            computes with them.
+        fp8_backward: the gradient of the combine travels in FP8 too, quantised in the same way.
         wait: False returns at once, with a :class:`Pending` whose ``wait()`` returns the rest.
 
     Returns:
@@ -156,10 +196,16 @@ def fused_dispatch(
     group = resolve_group(group)
     try:
         _check_tensors(x, token_indices, token_probs, layout, expert_alignment)
+        if fp8 is not None or dequantize is not True or fp8_backward is not False:
+            check_options(fp8, dequantize, fp8_backward)
+            check_tokens(x)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         pool.fail(group, "dispatch", error)
     entry = pool.obtain(
-        group, hidden=x.shape[1], num_topk=token_indices.shape[1], num_max_tokens_per_rank=num_max_tokens_per_rank
+        group,
+        hidden=x.shape[1] if fp8 is None else buffer_hidden(x.shape[1]),
+        num_topk=token_indices.shape[1],
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
     )
     call = Call(
         entry=entry,
@@ -169,16 +215,25 @@ def fused_dispatch(
         static_shapes=static_shapes,
         async_finish=async_finish or not wait,
         allocate_on_comm_stream=allocate_on_comm_stream,
+        fp8=fp8,
+        dequantize=dequantize,
+        fp8_backward=fp8_backward,
     )
+    if entry.check:
+        _refuse_check_in_capture(x)
+    repeats = layout_cache is not None and layout_cache.handle is not None
     failure = layout_cache.mismatch(call, token_indices, compare=entry.check) if layout_cache is not None else None
+    if fp8 is not None:
+        failure = failure or _fp8_limit(call, x)
     if entry.check:
         failure = failure or _index_error(token_indices, num_experts)
-        _compare("dispatch", call, x, token_probs, failure=failure)
+        _compare("dispatch", call, x, token_probs, repeats=repeats, failure=failure)
     elif failure is not None:
         entry.fail("dispatch", failure)
     if not wait:
         return launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
-    return FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call, no-any-return]
+    returned = FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call]
+    return as_delivered(returned)
 
 
 @overload
@@ -243,6 +298,7 @@ def fused_combine(
         pool.fail(group, "combine", error)
     call = handle.call.on_streams(async_finish or not wait, allocate_on_comm_stream)
     if call.entry.check:
+        _refuse_check_in_capture(x)
         _compare("combine", call, x)
     if not wait:
         return launch_pending_combine(call, x, handle)
@@ -291,17 +347,35 @@ def _check_tensors(x: Tensor, idx: Tensor, weights: Tensor, layout: str, alignme
 def _check_handle(x: Tensor, group: object, handle: DispatchHandle) -> None:
     if not isinstance(handle, DispatchHandle):
         raise HandleError("handle", got=type(handle).__name__, expected="what fused_dispatch returned")
-    if handle.call.entry.closed:
-        raise BufferClosedError("the buffer of this handle was closed", fix="Dispatch again.")
+    if not handle.call.entry.usable:
+        raise BufferClosedError("the buffer of this handle was closed, or its group destroyed", fix="Dispatch again.")
     if handle.call.entry.group is not group:
         raise HandleError("the handle is another group's", fix="Combine over the group that dispatched.")
     if x.dim() != 2 or x.shape[0] != handle.num_rows:
         raise HandleError(
             "x of combine", got=list(x.shape), expected=f"[{handle.num_rows}, H], the rows dispatched here"
         )
+    check_gradient(x, handle.call.fp8_backward)
     if torch.is_grad_enabled() and x.requires_grad and handle.ep_handle.topk_idx.is_inference():
         raise HandleError(
             "a handle made in inference_mode cannot be trained with", fix="Dispatch outside torch.inference_mode()."
+        )
+
+
+def _fp8_limit(call: Call, x: Tensor) -> MoEError | None:
+    """Why the buffer cannot carry an FP8 dispatch of ``x``, if it cannot: known here, before any kernel."""
+    name = call.entry.backend.name
+    if name == "deepep_v1":
+        return LimitError("FP8 dispatch on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
+    if name == "deepep_v2" and x.dtype != torch.bfloat16:
+        return LimitError("x of an FP8 dispatch on DeepEP V2", got=x.dtype, expected=torch.bfloat16)
+    return None
+
+
+def _refuse_check_in_capture(x: Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "a call inside a CUDA graph capture", fix=f"Unset {name_of('check')}: its comparisons synchronise the host."
         )
 
 
@@ -318,7 +392,9 @@ def _index_error(idx: Tensor, num_experts: int) -> MoEError | None:
     return None
 
 
-def _compare(operation: str, call: Call, *tensors: Tensor, failure: MoEError | None = None) -> None:
+def _compare(
+    operation: str, call: Call, *tensors: Tensor, repeats: bool = False, failure: MoEError | None = None
+) -> None:
     """What ``MCORE_DEEPEP_V2_CHECK=1`` adds: this call compared between all ranks. Collective over the group."""
     dropped, call.entry.dropped = call.entry.dropped, None
     if dropped is not None:
@@ -329,8 +405,11 @@ def _compare(operation: str, call: Call, *tensors: Tensor, failure: MoEError | N
         "num_experts": call.num_experts,
         "expert_layout": call.expert_layout,
         "expert_alignment": call.expert_alignment,
+        "static_shapes": call.static_shapes,
+        "repeats": repeats,
         "hidden": tensors[0].shape[1],
         "dtype": str(tensors[0].dtype),
+        "fp8": [str(call.fp8), call.dequantize, call.fp8_backward],
         "gradients": [torch.is_grad_enabled() and one.requires_grad for one in tensors],
     }
     agree(call.entry.group, operation, facts, timeout=agreement_timeout(), failure=failure)

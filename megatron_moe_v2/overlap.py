@@ -16,7 +16,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .autograd import keep_combine, keep_dispatch, launch_backward_of_combine, launch_backward_of_dispatch
+from .autograd import (
+    as_delivered,
+    keep_combine,
+    keep_dispatch,
+    launch_backward_of_combine,
+    launch_backward_of_dispatch,
+    outputs,
+)
 from .communication import (
     Call,
     DispatchHandle,
@@ -25,11 +32,12 @@ from .communication import (
     launch_combine,
     launch_dispatch,
     like,
+    opened,
     or_zeros,
 )
 from .errors import InputError
 from .recompute import RoutingLayout
-from .streams import finish
+from .streams import finish, finish_if_any
 
 __all__ = ["Pending", "launch_pending_combine", "launch_pending_dispatch"]
 
@@ -45,6 +53,10 @@ class _Flight:
 
     def load(self, cargo: Any, event: Any) -> None:
         self._cargo, self._event = cargo, event
+
+    def __del__(self) -> None:
+        """The event keeps the tensors that the transfer still uses: they go only after the wait."""
+        finish_if_any(self._event)
 
     def unload(self) -> Any:
         """Wait for the transfer and hand over what it brought."""
@@ -111,12 +123,12 @@ class _DispatchWait(torch.autograd.Function):
         received = complete(received)
         keep_dispatch(ctx, received, weights_travel=weights_travel)
         ctx.flight, ctx.ticket = flight, like(ticket)
-        return tuple(received)
+        return outputs(received)
 
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, _counts: None, _handle: None
+        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         *grads, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         ctx.flight.load(grads, event)
@@ -134,7 +146,7 @@ class _CombineLaunch(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.flight.unload(), None, None, None  # x, handle, call, flight
+        return opened(ctx.flight.unload()), None, None, None  # x, handle, call, flight
 
 
 class _CombineWait(torch.autograd.Function):
@@ -159,7 +171,11 @@ def launch_pending_dispatch(
     """Launch a dispatch; its ``wait()`` returns what ``FusedDispatch`` does. Collective over the group."""
     flight = _Flight()
     ticket = _DispatchLaunch.apply(x, topk_idx, topk_weights, call, layout_cache, flight)  # type: ignore[no-untyped-call]
-    return Pending("dispatch", call, _DispatchWait.apply, ticket, flight)
+
+    def wait(ticket: Tensor, flight: _Flight) -> tuple[Any, ...]:
+        return as_delivered(_DispatchWait.apply(ticket, flight))  # type: ignore[no-untyped-call]
+
+    return Pending("dispatch", call, wait, ticket, flight)
 
 
 def launch_pending_combine(call: Call, x: Tensor, handle: DispatchHandle) -> Pending[Any]:

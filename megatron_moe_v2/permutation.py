@@ -6,6 +6,7 @@ Legend: n received tokens, K top-k, L local experts, H hidden, P grouped rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from .buffers import layout
 from .communication import first_order
+from .fp8 import QuantizedRows, dequantize
 
-__all__ = ["group_by_expert", "sum_over_experts"]
+__all__ = ["group_by_expert", "group_quantized", "sum_over_experts"]
 
 
 def group_by_expert(
@@ -37,6 +39,33 @@ def group_by_expert(
     return rows, grouped, layout.ExpertSlots(*slots)
 
 
+def group_quantized(
+    rows: QuantizedRows,
+    local_idx: Tensor,
+    weights: Tensor,
+    num_local_experts: int,
+    num_slots: int,
+    alignment: int = 1,
+    *,
+    opened: bool,
+) -> tuple[Any, Tensor, layout.ExpertSlots]:
+    """:func:`group_by_expert` of FP8 rows, which stay in FP8, or are de-quantised on the way.
+
+    Args:
+        rows: ``[n, W]`` with row-major scales and an anchor.
+        opened: return rows ``[P, H]`` in the dtype of the anchor; else :class:`QuantizedRows` with an anchor, the
+            scales row-major.
+
+    Returns:
+        As :func:`group_by_expert`.
+    """
+    out, grouped, numbered, counts, aligned, *kept = _Group.apply(  # type: ignore[no-untyped-call]
+        rows.anchor, weights, local_idx, num_local_experts, alignment, num_slots, replace(rows, anchor=None), opened
+    )
+    slots = layout.ExpertSlots(numbered, counts, aligned)
+    return (replace(kept[0], anchor=out) if kept else out), grouped, slots
+
+
 def sum_over_experts(rows: Tensor, slots: layout.ExpertSlots) -> Tensor:
     """Sum each token's rows ``[P, H]`` into ``[n, H]``, in float32 with one rounding."""
     return _Ungroup.apply(rows, *slots)  # type: ignore[no-untyped-call, no-any-return]
@@ -54,12 +83,26 @@ def _spread(x: Tensor, slots: layout.ExpertSlots, num_slots: int) -> Tensor:
     return spread.index_fill_(0, gaps, 0) if len(gaps) else spread
 
 
+def _spread_quantized(rows: QuantizedRows, slots: layout.ExpertSlots, num_slots: int) -> QuantizedRows:
+    data = _spread(layout.lanes(rows.data.view(torch.uint8)), slots, num_slots).view(torch.float8_e4m3fn)
+    scales = _spread(rows.scales, slots, num_slots)
+    return QuantizedRows(data=data, scales=scales, format=rows.format, hidden=rows.hidden)
+
+
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, local_idx: Tensor, num_local_experts: int, alignment: int, num_slots: int
-    ) -> tuple[Tensor, ...]:
-        x, weights = x.contiguous(), weights.contiguous()
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        local_idx: Tensor,
+        num_local_experts: int,
+        alignment: int,
+        num_slots: int,
+        quantized: QuantizedRows | None = None,
+        opened: bool = True,
+    ) -> tuple[Any, ...]:
+        weights = weights.contiguous()
         if kernels := layout.kernels_for(x):
             *numbered, grouped = kernels.slots(local_idx, num_local_experts, alignment, weights, num_slots)
             slots = layout.ExpertSlots(*numbered)
@@ -68,7 +111,12 @@ class _Group(torch.autograd.Function):
             grouped = layout.pick(weights.reshape(-1), layout.rows_of_slots(slots.slots, num_slots))
         ctx.save_for_backward(slots.slots)
         ctx.mark_non_differentiable(*slots)
-        return _spread(x, slots, num_slots), grouped, *slots
+        if quantized is None:
+            return _spread(x.contiguous(), slots, num_slots), grouped, *slots
+        if opened:
+            return _spread(dequantize(quantized, x.dtype), slots, num_slots), grouped, *slots
+        anchor = x.new_zeros(()).expand(num_slots, x.shape[1])
+        return anchor, grouped, *slots, _spread_quantized(quantized, slots, num_slots)
 
     @staticmethod
     @first_order
@@ -80,7 +128,7 @@ class _Group(torch.autograd.Function):
             grad_x, grad_topk = kernels.ungroup(grad, slots, target, grad_weights)
         else:
             grad_x, grad_topk = layout.sum_rows(grad, slots), layout.pick(grad_weights, slots)
-        return grad_x, grad_topk, None, None, None, None  # x, weights, idx, experts, alignment, slots
+        return grad_x, grad_topk, *[None] * 6  # x, weights, idx, experts, alignment, slots, quantized, opened
 
 
 class _Ungroup(torch.autograd.Function):

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from .agreement import agree
-from .communication import Call, launch_cached_dispatch, launch_combine, launch_dispatch
+from .communication import Call, complete, launch_cached_dispatch, launch_combine, launch_dispatch, opened
 from .errors import InputError
+from .fp8 import ScaleFormat
+from .fp8_wire import buffer_hidden, check_options
 from .pool import Ceiling, Group, PooledBuffer, on_cuda, pool, resolve_group
 from .settings import TUNE, name_of
 from .streams import finish
@@ -44,6 +46,8 @@ def prepare_buffer(
     layouts: Sequence[Literal["token", "expert"]] = ("token", "expert"),
     expert_alignment: int = 1,
     static_shapes: bool = False,
+    fp8: ScaleFormat | None = None,
+    fp8_backward: bool = False,
 ) -> PooledBuffer:
     """Build the buffer before step 0, or return the one there is. Collective over the group.
 
@@ -61,6 +65,7 @@ def prepare_buffer(
         expert_alignment: of the expert layout in ``warmup``.
         static_shapes: warm up what ``static_shapes=True`` needs instead; an explicit ceiling is then this buffer's
             alone, and not the usual one.
+        fp8, fp8_backward: size for, and warm up, dispatches with these arguments too.
 
     Raises:
         SettingsError, BackendError, InputError: on every rank, if anything is wrong on any.
@@ -74,9 +79,13 @@ def prepare_buffer(
     if warmup and (num_experts is None or num_topk is None):
         error = InputError("warmup", got=f"num_experts={num_experts}, num_topk={num_topk}", expected="both")
         pool.fail(group, "warm-up", error)
+    try:
+        check_options(fp8, True, fp8_backward)
+    except InputError as error:
+        pool.fail(group, "warm-up", error)
     entry = pool.obtain(
         group,
-        hidden=hidden,
+        hidden=hidden if fp8 is None else buffer_hidden(hidden),
         num_topk=num_topk,
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         num_sms=num_sms,
@@ -92,6 +101,8 @@ def prepare_buffer(
                 expert_layout=layout == "expert",
                 expert_alignment=expert_alignment if layout == "expert" else 1,
                 static_shapes=static_shapes,
+                fp8=fp8,
+                fp8_backward=fp8_backward,
             )
             _warm_up(call, hidden, num_topk, layout)
     elif entry.wished_num_sms == TUNE:
@@ -107,12 +118,14 @@ def _warm_up(call: Call, hidden: int, num_topk: int, layout: str) -> None:
     x, idx, weights = _tokens(call, min(_WARM_TOKENS, entry.spec.num_max_tokens_per_rank), hidden, num_topk)
     received, event = launch_dispatch(call, x, idx, weights)
     finish(event)
+    received = complete(received)
     ep_handle = received.handle.ep_handle
     for carried in (None, received.topk_weights):
         _, _, event = launch_combine(call, received.x, ep_handle, carried)
         finish(event)
-    _, event = launch_cached_dispatch(call, x, ep_handle)
+    gradient, event = launch_cached_dispatch(call, x, ep_handle)
     finish(event)
+    opened(gradient)
     if x.is_cuda:
         torch.cuda.synchronize()
     _together(call, f"warm-up of the {layout} layout")
@@ -147,6 +160,7 @@ def _tune(call: Call, hidden: int, num_topk: int, layout: str) -> None:
         entry.tuned[call.expert_layout] = (count, count)
         received, event = launch_dispatch(call, x, idx, weights)
         finish(event)
+        received = complete(received)
         phases: dict[str, Callable[[], object]] = {
             "dispatch": lambda: launch_dispatch(call, x, idx, weights),
             "combine": lambda: launch_combine(call, received.x, received.handle.ep_handle),  # noqa: B023

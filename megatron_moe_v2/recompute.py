@@ -29,6 +29,11 @@ class RoutingLayout:
 
     def __init__(self) -> None:
         self.handle: DispatchHandle | None = None
+        self.captured = False
+
+    def fill(self, handle: DispatchHandle, *, captured: bool) -> None:
+        """Keep the handle of a dispatch, made inside a CUDA graph capture or not."""
+        self.handle, self.captured = handle, captured
 
     def mismatch(self, call: Call, topk_idx: Tensor, *, compare: bool) -> MoEError | None:
         """Why ``call`` cannot repeat the kept dispatch, if it cannot.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["finish", "launch_arguments"]
+__all__ = ["finish", "finish_if_any", "launch_arguments"]
 
 
 def launch_arguments(buffer: Any, *, async_finish: bool, allocate_on_comm_stream: bool) -> dict[str, Any]:
@@ -24,3 +24,9 @@ def finish(event: Any) -> None:
     """Let the current stream wait for an ``EventOverlap`` if it holds an event, and drop the event."""
     if event.event is not None:
         event.current_stream_wait(release_handle=True)
+
+
+def finish_if_any(event: Any) -> None:
+    """:func:`finish`, where there is an ``EventOverlap``."""
+    if event is not None:
+        finish(event)

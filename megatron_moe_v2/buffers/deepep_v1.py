@@ -113,8 +113,9 @@ class LegacyElasticBuffer:
         do_cpu_sync: bool | None = None,
         do_expand: bool = False,
         do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
-        """As ``ElasticBuffer.dispatch``. Collective over the group."""
+        """As ``ElasticBuffer.dispatch``; FP8 pairs are refused. Collective over the group."""
         self._check_tokens(x)
         self._use_num_sms(num_sms)
         check_event(previous_event, self._handle, allocate_on_comm_stream)

@@ -17,6 +17,7 @@ from ..errors import BufferClosedError, InputError, LimitError
 from ..probe import probe
 from ..settings import name_of
 from . import fabric
+from .channels import Token, cached_num_sms, channels_per_sm, sms_of_both
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer
 from .deepep import bring_up, check_cached, check_dtype, check_event, raise_explained
@@ -88,6 +89,7 @@ class GuardedElasticBuffer:
         self._event_type: Any = probe().EventHandle or object
         self._on_efa = fabric.rdma_kind() == "efa"
         self._checked: set[tuple[Any, ...]] = set()
+        self._sent_fp8 = False
 
     def capture(self) -> Any:
         """A raw event handle recorded on the current stream."""
@@ -116,6 +118,8 @@ class GuardedElasticBuffer:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
         tokens = x[0] if isinstance(x, tuple) else x
         self._check_tokens(tokens, isinstance(x, tuple))
+        if isinstance(x, tuple):
+            check_scales(x[1], tokens)
         if arguments.get("previous_event") is not None or arguments.get("async_with_compute_stream"):
             self._check_streams(arguments)
         check_rows(tokens.shape[0], num_max_tokens_per_rank)
@@ -129,9 +133,18 @@ class GuardedElasticBuffer:
                 self._checked.add((num_experts, topk_idx.shape[1]))
             topk_idx = topk_idx.to(self._topk_idx_dtype)
         hidden = tokens.shape[1]
+        if not isinstance(x, tuple):
+            x = self._padded(x, arguments)
+        self._sent_fp8 = self._sent_fp8 or isinstance(x, tuple)
+        if self._sent_fp8 and self.raw.num_scaleout_ranks > 1:
+            num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
+            scales = x[1].shape[1] if isinstance(x, tuple) else None
+            arguments["num_sms"] = self._hybrid_num_sms(
+                arguments.get("num_sms", 0), handle, num_experts, num_topk, hidden, scales
+            )
         try:
             received = self.raw.dispatch(
-                x if isinstance(x, tuple) else _pad(x),
+                x,
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
                 handle=handle,
@@ -156,13 +169,29 @@ class GuardedElasticBuffer:
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
+        hidden, x = x.shape[1], self._padded(x, arguments)
         try:
-            combined, weights, event = self.raw.combine(_pad(x), handle, topk_weights=topk_weights, **arguments)
+            combined, weights, event = self.raw.combine(x, handle, topk_weights=topk_weights, **arguments)
         except (RuntimeError, AssertionError) as error:
             raise_explained(error, self.raw.rank_idx, self.raw.num_ranks)
-        if combined.shape[1] != x.shape[1]:
-            combined = combined[:, : x.shape[1]].contiguous()
+        if combined.shape[1] != hidden:
+            combined = combined[:, :hidden].contiguous()
         return combined, weights, event
+
+    def _padded(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """``x`` with the columns that DeepEP wants; the call is then no longer asynchronous.
+
+        Both the padding before and the cut after run on the current stream: what the call waits for must come after
+        the one, and the other only when the rows are there.
+        """
+        padded = -(-x.shape[1] // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+        if padded == x.shape[1]:
+            return x
+        x = torch.nn.functional.pad(x, (0, padded - x.shape[1]))
+        arguments.pop("async_with_compute_stream", None)
+        if arguments.get("previous_event") is not None:
+            arguments["previous_event"] = self.capture()
+        return x
 
     def _check_tokens(self, x: Tensor, fp8: bool) -> None:
         if self.raw.runtime is None:
@@ -198,7 +227,35 @@ class GuardedElasticBuffer:
                 fix="Use more expert-parallel ranks, or direct mode.",
             )
 
+    def _hybrid_num_sms(
+        self, num_sms: int, handle: Any, num_experts: int, num_topk: int, hidden: int, num_scales: int | None
+    ) -> int:
+        """An SM count with which a cached dispatch has the channels of the dispatch whose handle it takes."""
+        limit: Any = torch.cuda.get_device_properties("cuda")
 
-def _pad(x: Tensor) -> Tensor:
-    padded = -(-x.shape[1] // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
-    return x if padded == x.shape[1] else torch.nn.functional.pad(x, (0, padded - x.shape[1]))
+        def per_sm(width: int, scales: int | None) -> int:
+            return channels_per_sm(
+                Token(width=width, num_scales=scales, num_topk=num_topk),
+                num_ranks=self.raw.num_ranks,
+                num_experts=num_experts,
+                shared_memory=limit.shared_memory_per_block_optin,
+                overlap=self.raw.prefer_overlap_with_compute,
+            )
+
+        padded = -(-hidden // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+        own = per_sm(padded if num_scales is None else hidden, num_scales)
+        if handle is not None:
+            return cached_num_sms(handle.channel_linked_list.shape[0], own, limit.multi_processor_count)
+        if num_scales is None or num_sms <= 0:
+            return num_sms
+        return sms_of_both(num_sms, own, per_sm(padded, None))[0]
+
+
+def check_scales(scales: Any, tokens: Tensor) -> None:
+    """Scales that the kernels read: ``[T, S]`` of four bytes, float32 or packed int32, of any strides."""
+    if not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(tokens):
+        got = list(scales.shape) if isinstance(scales, Tensor) else type(scales).__name__
+        raise InputError("scales of FP8 tokens", got=got, expected=f"[{len(tokens)}, S]")
+    if scales.dtype not in (torch.float32, torch.int32) or scales.device != tokens.device:
+        got, wanted = f"{scales.dtype} on {scales.device}", f"float32 or int32 on {tokens.device}"
+        raise InputError("scales of FP8 tokens", got=got, expected=wanted)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..communication import DispatchHandle
+from ..fp8 import ScaleFormat
 from ..fused_a2a import Delivered, Layout, fused_combine, fused_dispatch, set_deepep_num_sms
 from ..pool import Group, pool, resolve_group
 from .ceiling import ceiling
@@ -30,10 +31,20 @@ class Functions:
         max_tokens_per_rank: the ceiling that was installed, None to find it when the first buffer is built.
         prepared: the ceiling of the buffers that ``prepare`` built last.
         nvtx: put NVTX ranges around the launches, on CUDA.
+        fp8: tokens travel in FP8 with scales of this format, and are de-quantised on arrival.
+        fp8_backward: so does the gradient of the combine.
     """
 
-    def __init__(self, *, max_tokens_per_rank: int | None = None, nvtx: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens_per_rank: int | None = None,
+        nvtx: bool = False,
+        fp8: ScaleFormat | None = None,
+        fp8_backward: bool = False,
+    ) -> None:
         self.max_tokens_per_rank, self.nvtx = max_tokens_per_rank, nvtx
+        self.fp8, self.fp8_backward = fp8, fp8_backward
         self.prepared: int | None = None
 
     def dispatch(
@@ -68,6 +79,8 @@ class Functions:
                 layout=layout,
                 expert_alignment=expert_alignment,
                 num_max_tokens_per_rank=found.tokens,
+                fp8=self.fp8,
+                fp8_backward=self.fp8_backward,
             )
 
     def combine(

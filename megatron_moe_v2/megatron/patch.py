@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, MegatronError
+from ..fp8 import ScaleFormat
+from ..fp8_wire import check_options
 from ..fused_a2a import Layout
 from . import core
 from .ceiling import ceiling
@@ -57,7 +59,14 @@ class _Installation:
 _installation = _Installation()
 
 
-def install(layout: Layout = "token", *, max_tokens_per_rank: int | None = None, nvtx: bool = False) -> None:
+def install(
+    layout: Layout = "token",
+    *,
+    max_tokens_per_rank: int | None = None,
+    nvtx: bool = False,
+    fp8: ScaleFormat | None = None,
+    fp8_backward: bool = False,
+) -> None:
     """Put this package under megatron-core's flex token dispatcher with the ``deepep`` backend.
 
     Call it before the model is built. A second call with the same layout renews the options, one with the other layout
@@ -68,6 +77,9 @@ def install(layout: Layout = "token", *, max_tokens_per_rank: int | None = None,
             buffer delivers rows grouped by expert, padded where GEMMs are quantised.
         max_tokens_per_rank: ceiling of a rank's tokens in one call; else see :mod:`megatron_moe_v2.megatron.ceiling`.
         nvtx: NVTX ranges around the launches of dispatch and combine, on CUDA.
+        fp8: tokens travel in FP8 with scales of this format, and are de-quantised on arrival; the experts see their own
+            dtype.
+        fp8_backward: so does the gradient of the combine.
 
     Raises:
         InputError: an argument that cannot be.
@@ -77,12 +89,15 @@ def install(layout: Layout = "token", *, max_tokens_per_rank: int | None = None,
         raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
     if max_tokens_per_rank is not None:
         ceiling(max_tokens_per_rank)
+    check_options(fp8, True, fp8_backward)
     if _installation.layout != layout:
         core.check(layout)
         _refuse_after(layout)
     # Managers that exist call through this object.
     functions = _installation.functions
-    vars(functions).update(vars(Functions(max_tokens_per_rank=max_tokens_per_rank, nvtx=nvtx)))
+    vars(functions).update(
+        vars(Functions(max_tokens_per_rank=max_tokens_per_rank, nvtx=nvtx, fp8=fp8, fp8_backward=fp8_backward))
+    )
     if _installation.layout == layout:
         return
     _installation.restore()

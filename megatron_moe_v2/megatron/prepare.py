@@ -90,6 +90,8 @@ def prepare(
             num_experts=need.num_experts,
             layouts=(layout,),
             expert_alignment=need.expert_alignment,
+            fp8=functions.fp8,
+            fp8_backward=functions.fp8_backward,
         )
         functions.prepared = found.tokens  # every later call then finds these buffers
         if entry.backend.name != "embedded" and config.params_dtype != torch.bfloat16:
