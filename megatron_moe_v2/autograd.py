@@ -21,6 +21,7 @@ from .buffers.contract import rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
+    Like,
     Received,
     complete,
     first_order,
@@ -74,6 +75,14 @@ def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None
     ctx.received = like(received.differentiable), like(received.topk_weights)
 
 
+def _gradient(call: Call, grad: Tensor | None, wanted: Like) -> Tensor:
+    """The gradient, or zeros; where there is no memory for it, the other ranks hear of it."""
+    try:
+        return or_zeros(grad, wanted)
+    except Exception as error:  # whatever it is, they are waiting
+        call.entry.fail("backward", error)
+
+
 def launch_backward_of_dispatch(
     ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Any]:
@@ -81,9 +90,9 @@ def launch_backward_of_dispatch(
     like_x, like_weights = ctx.received
     return launch_combine(
         ctx.call,
-        or_zeros(grad_x, like_x),
+        _gradient(ctx.call, grad_x, like_x),
         rebuild_handle(ctx.skeleton, ctx.saved_tensors),
-        or_zeros(grad_weights, like_weights) if ctx.weights_travel else None,
+        _gradient(ctx.call, grad_weights, like_weights) if ctx.weights_travel else None,
     )
 
 
@@ -98,7 +107,7 @@ def keep_combine(ctx: Any, call: Call, handle: DispatchHandle, combined: Tensor)
 def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor | QuantizedRows, Any]:
     """Cached dispatch of the gradient, padding rows zero, and its event. Collective over the group."""
     handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
-    return launch_cached_dispatch(ctx.call, or_zeros(grad, ctx.combined), handle)
+    return launch_cached_dispatch(ctx.call, _gradient(ctx.call, grad, ctx.combined), handle)
 
 
 class FusedDispatch(torch.autograd.Function):

@@ -30,6 +30,7 @@ from .streams import launch_arguments
 __all__ = [
     "Call",
     "DispatchHandle",
+    "Like",
     "Received",
     "complete",
     "first_order",

@@ -323,3 +323,30 @@ def v1_equals_megatron(rank: int, world: int) -> dict[str, bool] | None:
         ):
             results[f"{name}: {what}"] = torch.equal(one, other)
     return results
+
+
+def padded_and_asynchronous(rank: int, world: int) -> dict[str, bool]:
+    """A hidden size that is padded, asynchronous and allocating on the communication stream, 20 times, nothing between.
+
+    Rows come back as they went: the sum over the ranks (token layout) or the experts (expert layout) of a token.
+    """
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v2"
+    join_nccl(rank, world)
+    from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch
+
+    results: dict[str, bool] = {}
+    idx = torch.arange(K, device="cuda").mul(E // K).expand(M, K)  # experts on every rank, K / world each
+    weights = torch.ones(M, K, device="cuda")
+    for layout, copies in (("token", min(K, world)), ("expert", K)):
+        right = []
+        for step in range(20):
+            x = torch.randint(-8, 9, (M, 1000), device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            leaf = x.bfloat16().requires_grad_()
+            recv_x, _, _, _, handle = fused_dispatch(leaf, idx, weights, E, None, True, True, layout=layout)
+            y, _ = fused_combine(recv_x, None, handle, True, True)
+            y.backward(leaf.detach())
+            right += [torch.equal(y, leaf * copies), torch.equal(leaf.grad, leaf.detach() * copies)]
+        results[layout] = all(right)
+    close_buffers()
+    dist.destroy_process_group()
+    return results

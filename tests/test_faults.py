@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fault_cases import HANG, Seen, attempt, bad_calls, check, dispatch, good_step, inputs
 from launch import Launch, RankPool, RemoteError
 from scene import buffers, environment, raised_by, replaced
 
-from megatron_moe_v2 import close_buffers, fused_combine, prepare_buffer
+from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch, prepare_buffer
 from megatron_moe_v2.buffers import embedded, layout, rows
 from megatron_moe_v2.settings import PREFIX
 
@@ -235,3 +236,60 @@ def test_indices_are_checked_when_asked(ranks2: RankPool) -> None:
     assert [seen["none"][0] for seen in outcomes] == [None, None]
     check([seen["out of range"] for seen in outcomes], "InputError", "token 1", "[2, 12]")
     check([seen["twice"] for seen in outcomes], "InputError", "token 2", "[3, 3]")
+
+
+# Before the call reaches the buffer, and after its group is gone.
+
+
+def _no_memory(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 runs out of memory while the arguments are made ready, forward and backward."""
+    seen: dict[str, Any] = {}
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for a copy")
+
+    with buffers():
+        good_step()
+        arguments = inputs()
+        arguments["x"].requires_grad_()
+        recv_x, *_, handle = dispatch(arguments)
+        y, _ = fused_combine(recv_x, None, handle)
+        for what, action in {
+            "dispatch": lambda: dispatch(arguments),
+            "combine": lambda: fused_combine(recv_x, None, handle),
+            "backward": lambda: y.sum().backward(),
+        }.items():
+            with replaced(torch.Tensor, "contiguous", exhausted if rank == 1 else torch.Tensor.contiguous):
+                seen[what] = raised_by(action)
+        good_step()
+    return seen
+
+
+def test_a_rank_without_memory_for_its_arguments_is_heard_of(ranks2: RankPool) -> None:
+    for seen in ranks2.run(_no_memory):
+        for what, failure in seen.items():
+            assert failure is not None, what
+            assert "no room for a copy" in failure.text, (what, failure.text)
+
+
+def _group_gone(rank: int, world: int) -> dict[str, Any]:
+    group = dist.new_group(list(range(world)))
+    with buffers():
+        x = torch.ones(3, 8, requires_grad=True)
+        idx = torch.zeros(3, 1).long()
+        recv_x, *_, handle = fused_dispatch(x, idx, torch.ones(3, 1), 2, group)
+        y, _ = fused_combine(recv_x, group, handle)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return {
+            "combine": raised_by(lambda: fused_combine(recv_x, group, handle)),
+            "backward": raised_by(lambda: y.sum().backward()),
+        }
+
+
+def test_nothing_is_called_for_a_group_that_is_gone(ranks2: RankPool) -> None:
+    for seen in ranks2.run(_group_gone):
+        assert {what: failure.type_name for what, failure in seen.items()} == {
+            "combine": "BufferClosedError",
+            "backward": "BufferClosedError",
+        }

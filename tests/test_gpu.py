@@ -45,6 +45,12 @@ def test_hybrid_with_one_scale_out_domain(monkeypatch: pytest.MonkeyPatch) -> No
         assert not [case for case, right in results.items() if not right], rank
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_padded_hidden_size_in_asynchronous_calls(world: int) -> None:
+    for results in on_gpus(world, gpu_cases.padded_and_asynchronous):
+        assert results == {"token": True, "expert": True}
+
+
 def test_no_synchronisation_of_our_own() -> None:
     assert on_gpus(1, gpu_cases.no_synchronisation) == [12]
 
