@@ -26,7 +26,7 @@ _UNKNOWN = -2
 
 
 class RoutingReplay:
-    """Expert indices per layer, sequence and position. Nothing here is collective.
+    """Expert indices per layer, sequence and position. Nothing here is collective; an error is this rank's alone.
 
     Args:
         num_layers: layers with a router.
