@@ -144,9 +144,11 @@ def test_a_reader_of_the_prefix_would_be_found(source: str) -> None:
 
 
 def test_only_settings_reads_the_prefix() -> None:
+    """The doctor looks at the raw environment, since it must run where ``settings`` is broken, and ``env`` shows it."""
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        if file == PACKAGE / "settings.py":
+        cli = PACKAGE / "cli"
+        if file in (PACKAGE / "settings.py", cli / "env.py") or cli / "doctor" in file.parents:
             continue
         tree = ast.parse(file.read_text())
         for line, name in environment_uses(tree):
