@@ -73,8 +73,6 @@ def test_fifty_steps_of_the_three_dispatchers_are_one_curve(tmp_path: Path) -> N
     "flags",
     [
         pytest.param("--tp 2 --shared-ffn 32 --recompute", id="expert-tp2-shared-recompute"),
-        pytest.param("--tp 2 --etp 1 --shared-ffn 32 --shared-overlap", id="ep4-shared-overlap"),
-        pytest.param("--ep 2 --capacity-factor 0.5", id="ep2-dp2-drops"),
     ],
 )
 def test_four_ranks_in_other_shapes_take_the_same_steps(flags: str, tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "again": (),
     "buffers rebuilt between the phases": ("--rebuild-buffers",),
     "the layouts swapped": ("--layout", "expert", "--decode-layout", "token"),
     "blocks recomputed": ("--recompute",),
@@ -59,14 +58,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("again", "blocks recomputed") else [])
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "blocks recomputed" else []) for name in VARIANTS],
 )
 def test_one_seed_gives_one_curve(name: str, plain: Records, tmp_path: Path) -> None:
     records, printed = finetune(2, tmp_path, *SMALL, "--steps", 6, *VARIANTS[name])
-    if name in ("again", "buffers rebuilt between the phases"):
+    if name == "buffers rebuilt between the phases":
         assert records == plain
     assert [record["reward"] for record in records] == [record["reward"] for record in plain]
     for key in ("kl", "grad_norm", "logprob_gap"):
