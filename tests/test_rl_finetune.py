@@ -254,7 +254,7 @@ def growth(rank: int, world: int, mode: str, steps: int) -> tuple[dict[str, int]
 
 @pytest.mark.parametrize("mode", ["none", "reentrant", "reentrant, kept", "non-reentrant", "non-reentrant, kept"])
 def test_repeated_steps_leave_nothing_behind(ranks2: RankPool, mode: str) -> None:
-    for grown, elements in ranks2.run(growth, mode, 50):
+    for grown, elements in ranks2.run(growth, mode, 200):
         assert grown == {}
         assert elements < 8, "a row a step"
 
