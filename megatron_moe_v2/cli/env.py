@@ -98,7 +98,7 @@ _QPS = Export(
     name=f"{PREFIX}NUM_QPS",
     value="65",
     reason="if the NIC runs out of queue pairs (default 129 in hybrid mode, at EP 32 and above)",
-    source="DeepEP issue 649",
+    source="deepseek-ai/DeepEP#649",
     optional=True,
 )
 _LANE = Export(
