@@ -98,8 +98,8 @@ class FlexTokenDispatcher:
             raise InputError("num_experts", got=repr(num_experts), expected=wanted)
         if layout not in ("token", "expert"):
             raise InputError("layout", got=repr(layout), expected='"token" or "expert"')
-        if expert_alignment < 1:
-            raise InputError("expert_alignment", got=expert_alignment, expected="at least 1")
+        if not isinstance(expert_alignment, int) or expert_alignment < 1:
+            raise InputError("expert_alignment", got=repr(expert_alignment), expected="an integer from 1")
         check_options(fp8, dequantize, fp8_backward)
         self.fp8, self.dequantize, self.fp8_backward = fp8, dequantize, fp8_backward
         self.num_experts = num_experts
@@ -183,6 +183,12 @@ class FlexTokenDispatcher:
         try:
             if self.num_topk is None:
                 raise InputError("num_topk", got=None, expected="a number", fix="Pass num_topk= to the dispatcher.")
+            if not isinstance(self.num_topk, int) or not 1 <= self.num_topk <= self.num_experts:
+                raise InputError(
+                    "num_topk", got=repr(self.num_topk), expected=f"an integer from 1 to {self.num_experts}"
+                )
+            if not isinstance(probs, Tensor) or not isinstance(mask, Tensor):
+                raise InputError("probs and mask", got=[type(probs).__name__, type(mask).__name__], expected="tensors")
             if probs.shape != mask.shape or probs.shape[-1] != self.num_experts:
                 shapes = [list(probs.shape), list(mask.shape)]
                 raise InputError("probs and mask", got=shapes, expected=f"both [..., {self.num_experts}]")
@@ -225,6 +231,10 @@ class FlexTokenDispatcher:
             if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or len(expert_output) != rows:
                 got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
                 pool.fail(self.group, "combine", InputError("expert_output", got=got, expected=f"[{rows}, H]"))
+            kind, wanted = (expert_output.dtype, expert_output.device, expert_output.layout), dispatched.weights.device
+            if not kind[0].is_floating_point or kind[0].itemsize < 2 or kind[1:] != (wanted, torch.strided):
+                error = InputError("expert_output", got=kind, expected=f"dense rows of two bytes or more on {wanted}")
+                pool.fail(self.group, "combine", error)
             if torch.is_grad_enabled() and expert_output.requires_grad and dispatched.weights.is_inference():
                 text = "tokens dispatched in inference_mode cannot be trained with"
                 pool.fail(self.group, "combine", HandleError(text, fix="Dispatch outside torch.inference_mode()."))

@@ -195,6 +195,8 @@ def fused_dispatch(
     """
     group = resolve_group(group)
     try:
+        if not isinstance(layout_cache, RoutingLayout | None):
+            raise InputError("layout_cache", got=type(layout_cache).__name__, expected="a RoutingLayout or None")
         _check_tensors(x, token_indices, token_probs, layout, expert_alignment)
         if fp8 is not None or dequantize is not True or fp8_backward is not False:
             check_options(fp8, dequantize, fp8_backward)

@@ -281,7 +281,8 @@ def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceilin
         ceiling = settings.decode_max_tokens_per_rank
     for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise InputError(name, got=repr(value), expected="an integer from 1")
+            also = ' or "decode"' if name == "num_max_tokens_per_rank" else ""
+            raise InputError(name, got=repr(value), expected=f"an integer from 1{also}")
     return BufferSpec(
         hidden=max(hidden, settings.hidden),
         num_topk=0 if num_topk is None else max(num_topk, settings.num_topk),

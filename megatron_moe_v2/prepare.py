@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .agreement import agree
+from .buffers.checks import check_num_experts
 from .communication import Call, complete, launch_cached_dispatch, launch_combine, launch_dispatch, opened
 from .errors import InputError
 from .fp8 import ScaleFormat
@@ -80,6 +81,8 @@ def prepare_buffer(
         error = InputError("warmup", got=f"num_experts={num_experts}, num_topk={num_topk}", expected="both")
         pool.fail(group, "warm-up", error)
     try:
+        if num_experts is not None:
+            check_num_experts(num_experts, group.size())
         check_options(fp8, True, fp8_backward)
     except InputError as error:
         pool.fail(group, "warm-up", error)

@@ -12,7 +12,7 @@ from fault_cases import HANG, Seen, attempt, bad_calls, check, dispatch, good_st
 from launch import Launch, RankPool, RemoteError
 from scene import buffers, environment, raised_by, replaced
 
-from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch, prepare_buffer
+from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
 from megatron_moe_v2.buffers import embedded, layout, rows
 from megatron_moe_v2.settings import PREFIX
 
@@ -236,6 +236,45 @@ def test_indices_are_checked_when_asked(ranks2: RankPool) -> None:
     assert [seen["none"][0] for seen in outcomes] == [None, None]
     check([seen["out of range"] for seen in outcomes], "InputError", "token 1", "[2, 12]")
     check([seen["twice"] for seen in outcomes], "InputError", "token 2", "[3, 3]")
+
+
+# A rank without rows whose loss is the sum that the README recommends.
+
+
+def _without_rows(rank: int, world: int) -> list[list[int]]:
+    shapes = []
+    with buffers():
+        for options in ({"layout": "token"}, {"layout": "expert", "expert_alignment": 4}):
+            dispatcher = FlexTokenDispatcher(num_experts=4, **options)  # type: ignore[arg-type]
+            for scale in (0.0, 1.0):
+                tokens = 0 if rank == 1 else 3
+                x = torch.randn(tokens, 8, requires_grad=True)
+                idx, weights = torch.zeros(tokens, 2).long() + torch.arange(2), torch.ones(tokens, 2)
+                sent = dispatcher.dispatch(x, idx, weights)
+                (scale * dispatcher.combine(sent.tokens * 1, sent).sum()).backward()
+                assert x.grad is not None
+                shapes.append(list(x.grad.shape))
+    return shapes
+
+
+def test_a_rank_without_rows_goes_backward_from_a_sum(ranks2: RankPool) -> None:
+    assert ranks2.run(_without_rows) == [[[3, 8]] * 4, [[0, 8]] * 4]
+
+
+def _integer_rows(rank: int, world: int, layout: str) -> Any:
+    with buffers():
+        dispatcher = FlexTokenDispatcher(num_experts=4, layout=layout)  # type: ignore[arg-type]
+        sent = dispatcher.dispatch(torch.ones(3, 8), torch.arange(2).expand(3, 2), torch.ones(3, 2))
+        rows = sent.tokens.int() if rank == 1 else sent.tokens
+        return {"combine": raised_by(lambda: dispatcher.combine(rows, sent, apply_weights=False))}
+
+
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_rows_of_a_wrong_dtype_on_one_rank(ranks2: RankPool, layout: str) -> None:
+    for seen in ranks2.run(_integer_rows, layout):
+        failure = seen["combine"]
+        assert failure.type_name == "InputError"
+        assert "expert_output" in failure.text
 
 
 # Before the call reaches the buffer, and after its group is gone.

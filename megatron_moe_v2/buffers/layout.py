@@ -164,6 +164,8 @@ def invert(permutation: Tensor) -> Tensor:
 
 def lanes(rows: Tensor) -> Tensor:
     """The same rows as the widest integers that divide them: moved bit for bit, whatever the dtype."""
+    if not rows.numel():  # expanded, as the gradient of a sum is, it has no strides to view
+        rows = rows.new_empty(rows.shape)
     size = rows.element_size()
     spans = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size)
     for dtype in (torch.int64, torch.int32, torch.int16):
