@@ -111,21 +111,8 @@ class Functions:
                 x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
             )
 
-        def combine(
-            x: Tensor,
-            group: Group,
-            handle: DispatchHandle,
-            async_finish: bool = False,
-            allocate_on_comm_stream: bool = False,
-        ) -> tuple[Tensor, None]:
-            return self.combine(x, group, handle, async_finish, allocate_on_comm_stream)
-
-        def set_num_sms(num_sms: int) -> None:
-            set_deepep_num_sms(num_sms)
-
-        dispatch.__doc__, combine.__doc__ = fused_dispatch.__doc__, fused_combine.__doc__
-        set_num_sms.__doc__ = set_deepep_num_sms.__doc__
-        return {"fused_dispatch": dispatch, "fused_combine": combine, "set_deepep_num_sms": set_num_sms}
+        dispatch.__doc__ = fused_dispatch.__doc__
+        return {"fused_dispatch": dispatch, "fused_combine": self.combine, "set_deepep_num_sms": set_deepep_num_sms}
 
     def _range(self, name: str, x: Tensor) -> AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(name) if self.nvtx and x.is_cuda else nullcontext()
