@@ -68,7 +68,10 @@ def as_delivered(returned: tuple[Any, ...]) -> tuple[Any, ...]:
 def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None:
     """What the backward of a dispatch needs: the handle's tensors saved, all else plain."""
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*received.without_gradient())
+    if received.topk_idx is None:
+        ctx.mark_non_differentiable(received.tokens_per_expert)
+    else:
+        ctx.mark_non_differentiable(received.topk_idx, received.tokens_per_expert)
     tensors, ctx.skeleton = received.handle.flat
     ctx.save_for_backward(*tensors)
     ctx.call, ctx.weights_travel = received.handle.call, weights_travel

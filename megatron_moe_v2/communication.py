@@ -74,13 +74,24 @@ class Call:
     dequantize: bool = True
     fp8_backward: bool = False
 
-    @property
+    @functools.cached_property
     def zero_padding(self) -> bool:
         return self.expert_layout and self.expert_alignment > 1
 
-    @property
+    @functools.cached_property
     def counts_on_device(self) -> bool:
         return self.zero_padding or self.static_shapes
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """What every dispatch of this call is made with."""
+        return {
+            "num_experts": self.num_experts,
+            "num_max_tokens_per_rank": self.entry.spec.num_max_tokens_per_rank,
+            "expert_alignment": self.expert_alignment,
+            "do_expand": self.expert_layout,
+            "do_zero_padding": self.zero_padding,
+        }
 
     def on_streams(self, async_finish: bool, allocate_on_comm_stream: bool) -> Call:
         """The same call with these stream flags."""
@@ -138,10 +149,6 @@ class Received(NamedTuple):
         """What autograd takes for the rows."""
         rows = self.x if isinstance(self.x, Tensor) else self.x.anchor
         return cast(Tensor, rows)
-
-    def without_gradient(self) -> list[Tensor]:
-        """The tensors that autograd must not expect gradients for."""
-        return [one for one in (self.topk_idx, self.tokens_per_expert) if one is not None]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -219,22 +226,16 @@ def launch_dispatch(
         layout_cache: filled if it is empty; else rows come to lie as they lay in the dispatch that filled it, and no
             counts are exchanged.
     """
-    entry = call.entry
-    known = None if layout_cache is None else layout_cache.handle
-    weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    _refuse_layout_of_elsewhere(layout_cache, x)
+    entry, known = call.entry, None
+    if layout_cache is not None:
+        known = layout_cache.handle
+        _refuse_layout_of_elsewhere(layout_cache, x)
 
     def prepare() -> Arguments:
-        more: dict[str, Any] = {
-            "topk_weights": topk_weights.to(weights_dtype).contiguous(),
-            "num_experts": call.num_experts,
-            "num_max_tokens_per_rank": entry.spec.num_max_tokens_per_rank,
-            "expert_alignment": call.expert_alignment,
-            "do_expand": call.expert_layout,
-            "do_zero_padding": call.zero_padding,
-        }
+        weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        more = {**call.arguments, "topk_weights": _contiguous(topk_weights, weights_dtype)}
         if known is None:
-            more["topk_idx"] = topk_idx.long().contiguous()
+            more["topk_idx"] = _contiguous(topk_idx, torch.int64)
             more["num_sms"] = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
             if call.static_shapes:
                 more["do_cpu_sync"] = False
@@ -254,15 +255,20 @@ def launch_dispatch(
         counts = _on_cpu(ep_handle.num_recv_tokens_per_expert_list)
     if call.fp8 is not None:
         recv_x = received_rows(recv_x, call.fp8, x, handed_on=not call.dequantize)
-    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=len(recv_weights))
+    handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_weights.shape[0])
     if layout_cache is not None and known is None:
         layout_cache.fill(handle, captured=x.is_cuda and torch.cuda.is_current_stream_capturing())
     return Received(recv_x, recv_idx, recv_weights, counts, handle), event
 
 
-def _refuse_layout_of_elsewhere(layout_cache: RoutingLayout | None, x: Tensor) -> None:
+def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` itself where it is contiguous and of ``dtype``: asking is quicker than converting to the same."""
+    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
+
+
+def _refuse_layout_of_elsewhere(layout_cache: RoutingLayout, x: Tensor) -> None:
     """A graph must not keep the routing of its warm-up, nor eager code that of a graph."""
-    if layout_cache is None or layout_cache.handle is None:
+    if layout_cache.handle is None:
         return
     if layout_cache.captured != (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise CaptureError(

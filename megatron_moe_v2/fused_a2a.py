@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
@@ -194,44 +195,25 @@ def fused_dispatch(
         SettingsError, BackendError, RankMismatchError, MissingRankError: from building the buffer at the first call.
     """
     group = resolve_group(group)
-    try:
-        if not isinstance(layout_cache, RoutingLayout | None):
-            raise InputError("layout_cache", got=type(layout_cache).__name__, expected="a RoutingLayout or None")
-        _check_tensors(x, token_indices, token_probs, layout, expert_alignment)
-        if fp8 is not None or dequantize is not True or fp8_backward is not False:
-            check_options(fp8, dequantize, fp8_backward)
-            check_tokens(x)
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        pool.fail(group, "dispatch", error)
-    entry = pool.obtain(
-        group,
-        hidden=x.shape[1] if fp8 is None else buffer_hidden(x.shape[1]),
-        num_topk=token_indices.shape[1],
-        num_max_tokens_per_rank=num_max_tokens_per_rank,
+    options = (
+        num_experts,
+        layout,
+        expert_alignment,
+        num_max_tokens_per_rank,
+        static_shapes,
+        async_finish or not wait,
+        allocate_on_comm_stream,
+        fp8,
+        dequantize,
+        fp8_backward,
     )
-    call = Call(
-        entry=entry,
-        num_experts=num_experts,
-        expert_layout=layout == "expert",
-        expert_alignment=expert_alignment,
-        static_shapes=static_shapes,
-        async_finish=async_finish or not wait,
-        allocate_on_comm_stream=allocate_on_comm_stream,
-        fp8=fp8,
-        dequantize=dequantize,
-        fp8_backward=fp8_backward,
-    )
-    if entry.check:
-        _refuse_check_in_capture(x)
-    repeats = layout_cache is not None and layout_cache.handle is not None
-    failure = layout_cache.mismatch(call, token_indices, compare=entry.check) if layout_cache is not None else None
-    if fp8 is not None:
-        failure = failure or _fp8_limit(call, x)
-    if entry.check:
-        failure = failure or _index_error(token_indices, num_experts)
-        _compare("dispatch", call, x, token_probs, repeats=repeats, failure=failure)
-    elif failure is not None:
-        entry.fail("dispatch", failure)
+    key = _key(group, x, token_indices, token_probs, options)
+    call = pool.recall(key)
+    if call is None:
+        call = _resolve(group, x, token_indices, token_probs, *options)
+        pool.calls[key] = call
+    if layout_cache is not None or fp8 is not None or call.entry.check:
+        _check_call(call, x, token_indices, token_probs, layout_cache)
     if not wait:
         return launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
     returned = FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call]
@@ -320,6 +302,84 @@ def set_deepep_num_sms(num_sms: int) -> None:
     if not isinstance(num_sms, int) or num_sms < 0:
         raise InputError("num_sms", got=repr(num_sms), expected="an integer from 0")
     pool.wished_num_sms = 0 if num_sms == MEGATRON_DEFAULT_NUM_SMS else num_sms
+
+
+def _key(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Everything about a call that is checked but what each call brings anew; None where something is wrong with it."""
+    try:
+        num_tokens, hidden = x.shape
+        shape, device = idx.shape, x.device
+        if shape[0] != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
+            return None
+        key = (group, hidden, x.dtype, device, shape[1], len(shape), idx.dtype, weights.dtype, options)
+        hash(key)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
+    return key
+
+
+def _resolve(
+    group: dist.ProcessGroup,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    layout: Layout,
+    expert_alignment: int,
+    num_max_tokens_per_rank: Ceiling,
+    static_shapes: bool,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+    fp8: ScaleFormat | None,
+    dequantize: bool,
+    fp8_backward: bool,
+) -> Call:
+    """Check the arguments of a dispatch and find its buffer. Collective over the group where there is none yet."""
+    try:
+        _check_tensors(x, idx, weights, layout, expert_alignment)
+        if fp8 is not None or dequantize is not True or fp8_backward is not False:
+            check_options(fp8, dequantize, fp8_backward)
+            check_tokens(x)
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        pool.fail(group, "dispatch", error)
+    entry = pool.obtain(
+        group,
+        hidden=x.shape[1] if fp8 is None else buffer_hidden(x.shape[1]),
+        num_topk=idx.shape[1],
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+    )
+    return Call(
+        entry=entry,
+        num_experts=num_experts,
+        expert_layout=layout == "expert",
+        expert_alignment=expert_alignment,
+        static_shapes=static_shapes,
+        async_finish=async_finish,
+        allocate_on_comm_stream=allocate_on_comm_stream,
+        fp8=fp8,
+        dequantize=dequantize,
+        fp8_backward=fp8_backward,
+    )
+
+
+def _check_call(call: Call, x: Tensor, idx: Tensor, weights: Tensor, layout_cache: RoutingLayout | None) -> None:
+    """What can be wrong with a call though its sizes and options are right. Collective over the group."""
+    entry, failure, repeats = call.entry, None, False
+    if entry.check:
+        _refuse_check_in_capture(x)
+    if isinstance(layout_cache, RoutingLayout):
+        repeats = layout_cache.handle is not None
+        failure = layout_cache.mismatch(call, idx, compare=entry.check)
+    elif layout_cache is not None:
+        got = type(layout_cache).__name__
+        failure = InputError("layout_cache", got=got, expected="a RoutingLayout or None")
+    if call.fp8 is not None:
+        failure = failure or _fp8_limit(call, x)
+    if entry.check:
+        failure = failure or _index_error(idx, call.num_experts)
+        _compare("dispatch", call, x, weights, repeats=repeats, failure=failure)
+    elif failure is not None:
+        entry.fail("dispatch", failure)
 
 
 def _check_tensors(x: Tensor, idx: Tensor, weights: Tensor, layout: str, alignment: int) -> None:

@@ -58,6 +58,7 @@ class BufferPool:
         pinned: the settings in force, None while no buffer lives.
         constructions: how many buffers were built so far.
         wished_num_sms: what ``set_deepep_num_sms`` asked for; 0 is automatic.
+        calls: dispatches made before, each a ``Call`` with its ``entry``, by what was checked of them.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class BufferPool:
         self._entries: dict[tuple[dist.ProcessGroup, BufferSpec], PooledBuffer] = {}
         self._found: dict[tuple[dist.ProcessGroup, Wish], PooledBuffer] = {}
         self._last: dict[dist.ProcessGroup, PooledBuffer] = {}
+        self.calls: dict[Any, Any] = {}
         self._seen_environment = snapshot()
         self._look_again = 0.0
 
@@ -98,9 +100,20 @@ class BufferPool:
             if entry is None:
                 entry = self._build(group, wish, num_sms, pins_ceiling)
             self._found[group, wish] = entry
-        self._warn_of_changes()
+        if time.monotonic() >= self._look_again:
+            self._warn_of_changes()
         self._last[group] = entry
         return entry
+
+    def recall(self, key: Any) -> Any:
+        """What ``calls`` holds under ``key``, None if that is nothing or its buffer is gone."""
+        call = self.calls.get(key)
+        if call is None or not call.entry.usable:
+            return None
+        if time.monotonic() >= self._look_again:
+            self._warn_of_changes()
+        self._last[call.entry.group] = call.entry
+        return call
 
     def fail(self, group: dist.ProcessGroup, operation: str, error: Exception) -> NoReturn:
         """Collective over the group: raise ``error`` before it is known which buffer the call is for.
@@ -149,6 +162,7 @@ class BufferPool:
     def _drop(self, key: tuple[dist.ProcessGroup, BufferSpec], *, abort: bool) -> None:
         entry = self._entries.pop(key)
         self._found = {wish: found for wish, found in self._found.items() if found is not entry}
+        self.calls.clear()
         if self._last.get(key[0]) is entry:
             del self._last[key[0]]
         if not self._entries:
@@ -245,8 +259,6 @@ class BufferPool:
         return entry
 
     def _warn_of_changes(self) -> None:
-        if time.monotonic() < self._look_again:
-            return
         self._look_again = time.monotonic() + LOOK_SECS
         now = snapshot()
         if now == self._seen_environment:

@@ -197,11 +197,12 @@ def build_layer(place: Place, topology: Topology, case: Case, path: str) -> Any:
     }
     config = TransformerConfig(**(settings | case.config))
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)  # the router's weight is built on the CPU, from its generator
     spec: Any = get_moe_module_spec(use_te=place.cuda, num_experts=place.experts, moe_grouped_gemm=place.cuda)
     layer = build_module(spec, config) if hasattr(spec, "module") else spec(config)
     layer.set_layer_number(1)
     if place.cuda:
-        layer.cuda()  # the router's weight is built on the CPU
+        layer.cuda()
     if case.idle:
         _idle(layer.router.weight, case.idle, topology.expert)
     return layer.train()

@@ -116,13 +116,14 @@ class GuardedElasticBuffer:
         **arguments: Any,
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, Any]:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
-        tokens = x[0] if isinstance(x, tuple) else x
-        self._check_tokens(tokens, isinstance(x, tuple))
-        if isinstance(x, tuple):
-            check_scales(x[1], tokens)
-        if arguments.get("previous_event") is not None or arguments.get("async_with_compute_stream"):
+        raw, quantized = self.raw, isinstance(x, tuple)
+        tokens = x[0] if quantized else x
+        num_tokens, hidden = tokens.shape
+        self._check_tokens(tokens, hidden, torch.float8_e4m3fn if quantized else torch.bfloat16)
+        if num_tokens > num_max_tokens_per_rank:
+            check_rows(num_tokens, num_max_tokens_per_rank)
+        if "async_with_compute_stream" in arguments or "previous_event" in arguments:
             self._check_streams(arguments)
-        check_rows(tokens.shape[0], num_max_tokens_per_rank)
         if handle is not None:
             check_cached(tokens, handle, do_expand)
         elif topk_idx is None:
@@ -131,19 +132,21 @@ class GuardedElasticBuffer:
             if (num_experts, topk_idx.shape[1]) not in self._checked:
                 self._check_experts(num_experts, topk_idx.shape[1])
                 self._checked.add((num_experts, topk_idx.shape[1]))
-            topk_idx = topk_idx.to(self._topk_idx_dtype)
-        hidden = tokens.shape[1]
-        if not isinstance(x, tuple):
+            if topk_idx.dtype is not self._topk_idx_dtype:
+                topk_idx = topk_idx.to(self._topk_idx_dtype)
+        if quantized:
+            check_scales(x[1], tokens)
+            self._sent_fp8 = True
+        elif hidden % HIDDEN_MULTIPLE:
             x = self._padded(x, arguments)
-        self._sent_fp8 = self._sent_fp8 or isinstance(x, tuple)
-        if self._sent_fp8 and self.raw.num_scaleout_ranks > 1:
+        if self._sent_fp8 and raw.num_scaleout_ranks > 1:
             num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
-            scales = x[1].shape[1] if isinstance(x, tuple) else None
+            scales = x[1].shape[1] if quantized else None
             arguments["num_sms"] = self._hybrid_num_sms(
                 arguments.get("num_sms", 0), handle, num_experts, num_topk, hidden, scales
             )
         try:
-            received = self.raw.dispatch(
+            received = raw.dispatch(
                 x,
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
@@ -154,8 +157,8 @@ class GuardedElasticBuffer:
                 **arguments,
             )
         except (RuntimeError, AssertionError) as error:
-            raise_explained(error, self.raw.rank_idx, self.raw.num_ranks)
-        if not isinstance(x, tuple) and received[0].shape[1] != hidden:
+            raise_explained(error, raw.rank_idx, raw.num_ranks)
+        if not quantized and hidden % HIDDEN_MULTIPLE:
             return received[0][:, :hidden].contiguous(), *received[1:]
         return received  # type: ignore[no-any-return]
 
@@ -163,18 +166,20 @@ class GuardedElasticBuffer:
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **arguments: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``. Collective over the group."""
-        self._check_tokens(x, False)
-        if arguments.get("previous_event") is not None or arguments.get("async_with_compute_stream"):
+        hidden = x.shape[1]
+        self._check_tokens(x, hidden, torch.bfloat16)
+        if "async_with_compute_stream" in arguments or "previous_event" in arguments:
             self._check_streams(arguments)
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         if topk_weights is not None and handle.do_expand and not self.raw.allow_multiple_reduction:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
-        hidden, x = x.shape[1], self._padded(x, arguments)
+        if hidden % HIDDEN_MULTIPLE:
+            x = self._padded(x, arguments)
         try:
             combined, weights, event = self.raw.combine(x, handle, topk_weights=topk_weights, **arguments)
         except (RuntimeError, AssertionError) as error:
             raise_explained(error, self.raw.rank_idx, self.raw.num_ranks)
-        if combined.shape[1] != hidden:
+        if hidden % HIDDEN_MULTIPLE:
             combined = combined[:, :hidden].contiguous()
         return combined, weights, event
 
@@ -184,21 +189,19 @@ class GuardedElasticBuffer:
         Both the padding before and the cut after run on the current stream: what the call waits for must come after
         the one, and the other only when the rows are there.
         """
-        padded = -(-x.shape[1] // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
-        if padded == x.shape[1]:
-            return x
-        x = torch.nn.functional.pad(x, (0, padded - x.shape[1]))
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % HIDDEN_MULTIPLE))
         arguments.pop("async_with_compute_stream", None)
         if arguments.get("previous_event") is not None:
             arguments["previous_event"] = self.capture()
         return x
 
-    def _check_tokens(self, x: Tensor, fp8: bool) -> None:
+    def _check_tokens(self, x: Tensor, hidden: int, dtype: torch.dtype) -> None:
         if self.raw.runtime is None:
             raise BufferClosedError("a call on a destroyed buffer", fix="Build a new buffer.")
-        check_dtype(x, torch.float8_e4m3fn if fp8 else torch.bfloat16, "V2")
-        if x.shape[1] > self._hidden:
-            raise LimitError("hidden", got=x.shape[1], expected=f"at most the {self._hidden} of the buffer")
+        if x.dtype is not dtype or not x.is_cuda:
+            check_dtype(x, dtype, "V2")
+        if hidden > self._hidden:
+            raise LimitError("hidden", got=hidden, expected=f"at most the {self._hidden} of the buffer")
 
     def _check_streams(self, arguments: dict[str, Any]) -> None:
         event, on_comm_stream = arguments.get("previous_event"), arguments.get("allocate_on_comm_stream")
