@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
@@ -26,6 +27,7 @@ from .pool import Ceiling, Group, pool, resolve_group
 from .probe import probe
 from .recompute import RoutingLayout
 from .settings import agreement_timeout, name_of
+from .telemetry import ExpertLoadStats
 
 __all__ = ["HAVE_DEEP_EP", "HAVE_DEEP_EP_V2", "Layout", "fused_combine", "fused_dispatch", "set_deepep_num_sms"]
 
@@ -76,6 +78,7 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    load_stats: ExpertLoadStats | None = None,
     fp8: ScaleFormat | None = None,
     dequantize: Literal[True] = True,
     fp8_backward: bool = False,
@@ -98,6 +101,7 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    load_stats: ExpertLoadStats | None = None,
     fp8: ScaleFormat | None = None,
     dequantize: Literal[True] = True,
     fp8_backward: bool = False,
@@ -120,6 +124,7 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    load_stats: ExpertLoadStats | None = None,
     fp8: ScaleFormat | None = None,
     dequantize: bool,
     fp8_backward: bool = False,
@@ -142,6 +147,7 @@ def fused_dispatch(
     num_max_tokens_per_rank: Ceiling = None,
     static_shapes: bool = False,
     layout_cache: RoutingLayout | None = None,
+    load_stats: ExpertLoadStats | None = None,
     fp8: ScaleFormat | None = None,
     dequantize: bool = True,
     fp8_backward: bool = False,
@@ -165,6 +171,7 @@ def fused_dispatch(
             call can be captured in a CUDA graph (DeepEP V2).
         layout_cache: filled by the first dispatch that it is passed to; a later one, a recomputation, repeats that
             one's routing without exchanging counts. One for each micro-batch and layer.
+        load_stats: counts what each local expert receives; see :mod:`megatron_moe_v2.telemetry`.
         fp8: tokens (bfloat16; float32 on the embedded buffer) travel in FP8, in groups of 128 channels with scales that
             are received in this format; see :mod:`megatron_moe_v2.fp8`. The gradient passes the rounding as if it were
             the identity, and travels as without FP8.
@@ -198,6 +205,8 @@ def fused_dispatch(
         if not isinstance(layout_cache, RoutingLayout | None):
             raise InputError("layout_cache", got=type(layout_cache).__name__, expected="a RoutingLayout or None")
         _check_tensors(x, token_indices, token_probs, layout, expert_alignment)
+        if load_stats is not None:
+            _check_load_stats(load_stats, num_experts, group, x)
         if fp8 is not None or dequantize is not True or fp8_backward is not False:
             check_options(fp8, dequantize, fp8_backward)
             check_tokens(x)
@@ -221,6 +230,8 @@ def fused_dispatch(
         dequantize=dequantize,
         fp8_backward=fp8_backward,
     )
+    if load_stats is not None:
+        call = call.counted_by(load_stats)
     if entry.check:
         _refuse_check_in_capture(x)
     repeats = layout_cache is not None and layout_cache.handle is not None
@@ -344,6 +355,12 @@ def _check_tensors(x: Tensor, idx: Tensor, weights: Tensor, layout: str, alignme
         raise InputError(
             "expert_alignment", got=alignment, expected="1 in the token layout, from 1 in the expert layout"
         )
+
+
+def _check_load_stats(load_stats: ExpertLoadStats, num_experts: int, group: dist.ProcessGroup, x: Tensor) -> None:
+    if not isinstance(load_stats, ExpertLoadStats):
+        raise InputError("load_stats", got=type(load_stats).__name__, expected="an ExpertLoadStats or None")
+    load_stats.check(num_experts, group, x.device)
 
 
 def _check_handle(x: Tensor, group: object, handle: DispatchHandle) -> None:
