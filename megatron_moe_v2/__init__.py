@@ -9,6 +9,7 @@
 ``prepare_buffer``, ``close_buffers``           build communication buffers before the first step, free them after
 ``prepare_for_capture``, ``capture``            the same for CUDA graphs, and a graph whose replay knows its buffer
 ``check_capacity``                              whether a rollout fits under the ceilings
+``ExpertLoadStats``                             tokens per expert and imbalance, counted without a synchronisation
 ``RoutingLayout``                               a dispatch's layout, kept for its recomputation
 ``RoutingReplay``                               a rollout's choice of experts, repeated in training
 ``BufferSpec``                                  what identifies a buffer
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .recompute import RoutingLayout
     from .routing_replay import RoutingReplay
     from .settings import Settings
+    from .telemetry import ExpertLoadStats
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,7 @@ __all__ = [
     "CommunicationError",
     "Dispatched",
     "EmbeddedElasticBuffer",
+    "ExpertLoadStats",
     "FlexTokenDispatcher",
     "FusedCombine",
     "FusedDispatch",
@@ -107,6 +110,7 @@ _MODULES = {
     "CommunicationError": "errors",
     "Dispatched": "dispatcher",
     "EmbeddedElasticBuffer": "buffers.embedded",
+    "ExpertLoadStats": "telemetry",
     "FlexTokenDispatcher": "dispatcher",
     "FusedCombine": "autograd",
     "FusedDispatch": "autograd",

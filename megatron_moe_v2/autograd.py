@@ -96,6 +96,7 @@ def launch_backward_of_dispatch(
         _gradient(ctx.call, grad_x, like_x),
         rebuild_handle(ctx.skeleton, ctx.saved_tensors),
         _gradient(ctx.call, grad_weights, like_weights) if ctx.weights_travel else None,
+        "dispatch backward",
     )
 
 

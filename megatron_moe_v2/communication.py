@@ -6,11 +6,12 @@ H hidden, K top-k, L local experts, n received tokens, A rows of the expert layo
 
 from __future__ import annotations
 
+import copy
 import functools
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +25,12 @@ from .fp8 import QuantizedRows, ScaleFormat, dequantize
 from .fp8_wire import quantized_for_wire, received_rows
 from .heartbeat import heartbeat
 from .pool import PooledBuffer
+from .ranges import named, profiler, ranges
 from .recompute import RoutingLayout
 from .streams import launch_arguments
+
+if TYPE_CHECKING:
+    from .telemetry import ExpertLoadStats
 
 __all__ = [
     "Call",
@@ -61,6 +66,7 @@ class Call:
         fp8: tokens travel in FP8, with scales that the receiver keeps so.
         dequantize: hand on the received FP8 rows in the dtype of the tokens.
         fp8_backward: the gradient of the combine travels in FP8 too.
+        load_stats: counts what is received; set by :meth:`counted_by` alone, so that other calls pay nothing for it.
     """
 
     entry: PooledBuffer
@@ -73,6 +79,7 @@ class Call:
     fp8: ScaleFormat | None = None
     dequantize: bool = True
     fp8_backward: bool = False
+    load_stats: ExpertLoadStats | None = field(init=False, default=None)
 
     @functools.cached_property
     def zero_padding(self) -> bool:
@@ -98,6 +105,12 @@ class Call:
         if self.async_finish == async_finish and self.allocate_on_comm_stream == allocate_on_comm_stream:
             return self
         return replace(self, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+
+    def counted_by(self, load_stats: ExpertLoadStats) -> Call:
+        """The same call, counted."""
+        counted = copy.copy(self)
+        object.__setattr__(counted, "load_stats", load_stats)
+        return counted
 
     def streams(self) -> dict[str, Any]:
         return launch_arguments(
@@ -155,12 +168,20 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _communicate(
-    call: Call, operation: str, x: Tensor, method: Callable[..., Any], prepare: Callable[[], Arguments]
+    call: Call,
+    operation: str,
+    x: Tensor,
+    method: Callable[..., Any],
+    prepare: Callable[[], Arguments],
+    phase: str | None,
 ) -> Any:
-    """Call the buffer with what ``prepare`` returns.
+    """Call the buffer with what ``prepare`` returns, in the range of ``phase`` where somebody looks.
 
     Whatever fails, in the preparation too, is explained, remembered and passed on; the stream is then what it was.
     """
+    if (ranges.nvtx or profiler._is_profiler_enabled) and phase is not None:
+        with named(phase):
+            return _communicate(call, operation, x, method, prepare, None)
     entry, stream, reached = call.entry, None, False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _refuse_in_capture(call, operation)
@@ -239,6 +260,9 @@ def launch_dispatch(
             more["num_sms"] = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
             if call.static_shapes:
                 more["do_cpu_sync"] = False
+            if call.load_stats is not None:
+                most = entry.group.size() * entry.spec.num_max_tokens_per_rank
+                more["cumulative_local_expert_recv_stats"] = call.load_stats.counters(most)
         else:
             more["handle"], more["num_sms"] = known.ep_handle, known.ep_handle.num_sms
         tokens: Any = x.contiguous()
@@ -248,7 +272,9 @@ def launch_dispatch(
         return (tokens,), more
 
     operation = "dispatch" if known is None else "repeated dispatch"
-    recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(call, operation, x, entry.buffer.dispatch, prepare)
+    recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(
+        call, operation, x, entry.buffer.dispatch, prepare, operation
+    )
     if call.counts_on_device:
         counts = ep_handle.num_unaligned_recv_tokens_per_expert
     else:
@@ -300,15 +326,18 @@ def _on_cpu(counts: list[int]) -> Tensor:
 
 
 def launch_combine(
-    call: Call, x: Tensor, ep_handle: Any, topk_weights: Tensor | None = None
+    call: Call, x: Tensor, ep_handle: Any, topk_weights: Tensor | None = None, phase: str = "combine"
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """Rows back to their tokens, summed, and with them the weights, unsummed. Collective over the group."""
+    """Rows back to their tokens, summed, and with them the weights, unsummed. Collective over the group.
+
+    ``phase`` is what a profiler calls it.
+    """
 
     def prepare() -> Arguments:
         more = {"topk_weights": topk_weights, "num_sms": call.entry.combine_num_sms(ep_handle)}
         return (x.contiguous(), ep_handle), more
 
-    result = _communicate(call, "combine", x, call.entry.buffer.combine, prepare)
+    result = _communicate(call, "combine", x, call.entry.buffer.combine, prepare, phase)
     return cast("tuple[Tensor, Tensor | None, Any]", result)
 
 
@@ -332,7 +361,9 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
         tokens = x.contiguous()
         return (tokens if in_fp8 is None else quantized_for_wire(tokens, in_fp8),), more
 
-    recv_x, _, _, _, event = _communicate(call, "cached dispatch", x, call.entry.buffer.dispatch, prepare)
+    recv_x, _, _, _, event = _communicate(
+        call, "cached dispatch", x, call.entry.buffer.dispatch, prepare, "combine backward"
+    )
     return recv_x if in_fp8 is None else received_rows(recv_x, in_fp8, x), event
 
 
@@ -371,4 +402,4 @@ def like(tensor: Tensor) -> Like:
 def or_zeros(grad: Tensor | None, wanted: Like) -> Tensor:
     """The gradient as a contiguous tensor, zeros where there is none."""
     shape, dtype, device = wanted
-    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype).contiguous()
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else _contiguous(grad, dtype)

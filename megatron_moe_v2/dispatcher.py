@@ -25,6 +25,7 @@ from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, group_quantized, sum_over_experts
 from .pool import Ceiling, Group, pool, resolve_group
 from .recompute import RoutingLayout
+from .telemetry import ExpertLoadStats
 
 __all__ = ["Dispatched", "FlexTokenDispatcher"]
 
@@ -67,6 +68,7 @@ class FlexTokenDispatcher:
         num_max_tokens_per_rank: the ceiling of the buffer to use, where there are several.
         static_shapes: as many rows as the ceiling allows, whatever arrives, and no host synchronisation; see
             :class:`Dispatched`.
+        load_stats: counts what each local expert receives; see :mod:`megatron_moe_v2.telemetry`.
         fp8, dequantize, fp8_backward: FP8 on the wire, as :func:`fused_dispatch` takes them.
         name: label in errors, e.g. ``"layer 3"``.
         async_finish, allocate_on_comm_stream: DeepEP's stream flags.
@@ -85,6 +87,7 @@ class FlexTokenDispatcher:
         num_topk: int | None = None,
         num_max_tokens_per_rank: Ceiling = None,
         static_shapes: bool = False,
+        load_stats: ExpertLoadStats | None = None,
         fp8: ScaleFormat | None = None,
         dequantize: bool = True,
         fp8_backward: bool = False,
@@ -105,7 +108,7 @@ class FlexTokenDispatcher:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.group.size()
         self.layout, self.expert_alignment = layout, expert_alignment
-        self.num_topk, self.name = num_topk, name
+        self.num_topk, self.name, self.load_stats = num_topk, name, load_stats
         self.num_max_tokens_per_rank, self.static_shapes = num_max_tokens_per_rank, static_shapes
         self.async_finish, self.allocate_on_comm_stream = async_finish, allocate_on_comm_stream
 
@@ -139,6 +142,7 @@ class FlexTokenDispatcher:
                 num_max_tokens_per_rank=self.num_max_tokens_per_rank,
                 static_shapes=self.static_shapes,
                 layout_cache=layout_cache,
+                load_stats=self.load_stats,
                 fp8=fp8,
                 dequantize=self.dequantize and (expert or fp8 is None),  # else together with the grouping
                 fp8_backward=self.fp8_backward,

@@ -15,6 +15,7 @@ from torch import Tensor
 from .buffers import layout
 from .communication import first_order
 from .fp8 import QuantizedRows, dequantize
+from .ranges import ranged
 
 __all__ = ["group_by_expert", "group_quantized", "sum_over_experts"]
 
@@ -91,6 +92,7 @@ def _spread_quantized(rows: QuantizedRows, slots: layout.ExpertSlots, num_slots:
 
 class _Group(torch.autograd.Function):
     @staticmethod
+    @ranged("permute")
     def forward(
         ctx: Any,
         x: Tensor,
@@ -120,6 +122,7 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @ranged("permute backward")
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
         grad, grad_weights = grad.contiguous(), grad_weights.contiguous()
@@ -133,6 +136,7 @@ class _Group(torch.autograd.Function):
 
 class _Ungroup(torch.autograd.Function):
     @staticmethod
+    @ranged("unpermute")
     def forward(ctx: Any, rows: Tensor, slots: Tensor, counts: Tensor, aligned: Tensor) -> Tensor:
         ctx.save_for_backward(slots, counts, aligned)
         ctx.num_slots = len(rows)
@@ -140,6 +144,7 @@ class _Ungroup(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @ranged("unpermute backward")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slots = layout.ExpertSlots(*ctx.saved_tensors)
         return _spread(grad.contiguous(), slots, ctx.num_slots), None, None, None  # rows, slots, counts, aligned

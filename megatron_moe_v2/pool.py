@@ -22,6 +22,7 @@ from .errors import BackendError, BufferClosedError, CaptureError, InputError, M
 from .heartbeat import heartbeat
 from .pooled import BufferSpec, PooledBuffer
 from .probe import probe
+from .ranges import ranges
 from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
 from .watchdog import watchdog
 
@@ -253,6 +254,7 @@ class BufferPool:
         self._entries[group, spec] = entry
         if self.pinned is None:
             self.pinned = settings
+            ranges.use_nvtx(settings.nvtx)
             if pins_ceiling and wish[2] != "decode":
                 self.pinned = replace(settings, max_tokens_per_rank=spec.num_max_tokens_per_rank)
             self._seen_environment = snapshot()
@@ -284,8 +286,8 @@ def typed(error: Exception, operation: str) -> MoEError:
     return ours
 
 
-_NOT_COMPARED = ("agree_secs", "max_tokens_per_rank", "decode_max_tokens_per_rank", "hidden", "num_topk")
-"""Settings that may differ between ranks: a time-out, and what the spec holds as it came out."""
+_NOT_COMPARED = ("agree_secs", "nvtx", "max_tokens_per_rank", "decode_max_tokens_per_rank", "hidden", "num_topk")
+"""Settings that may differ between ranks: a time-out, ranges for a profiler, and what the spec holds as it came out."""
 
 
 def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool) -> BufferSpec:

@@ -71,6 +71,7 @@ class Settings:
         gpu_timeout_secs: seconds that a kernel of DeepEP V2 waits; the CUDA context is lost after it.
         set_env: set the variables of ``DEEPEP_DEFAULTS``, which DeepEP V2 wants, where they are unset.
         agree_secs: seconds that ranks wait for each other when a buffer is built.
+        nvtx: NVTX ranges around every phase, on CUDA; a running ``torch.profiler`` sees them without it.
     """
 
     backend: str = "auto"
@@ -87,6 +88,7 @@ class Settings:
     gpu_timeout_secs: int = 100
     set_env: bool = True
     agree_secs: float = 60.0
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         for field, options in (("backend", BACKENDS), ("mode", MODES)):
@@ -167,6 +169,7 @@ VARIABLES = (
     Variable(suffix="GPU_TIMEOUT_SECS", field="gpu_timeout_secs", parse=_number(int, 1), allowed="seconds from 1"),
     Variable(suffix="SET_ENV", field="set_env", parse=_flag, allowed="0 or 1"),
     Variable(suffix="AGREE_SECS", field="agree_secs", parse=_number(float, 0.1), allowed="seconds from 0.1"),
+    Variable(suffix="NVTX", field="nvtx", parse=_flag, allowed="0 or 1"),
 )
 
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}

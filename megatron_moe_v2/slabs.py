@@ -31,6 +31,7 @@ from .buffers.layout import gather_rows, kernels_for
 from .communication import first_order
 from .errors import CapacityError, InputError
 from .fp8 import QuantizedRows, ScaleFormat
+from .ranges import ranged
 
 __all__ = ["ExpertSegments", "OverflowFlag", "repack", "row_experts", "unrepack"]
 
@@ -139,6 +140,7 @@ def repack(
     tile: int | None = None,
     column_major: bool | None = None,
 ) -> tuple[QuantizedRows, Tensor]: ...
+@ranged("repack")
 def repack(
     rows: Tensor | QuantizedRows,
     segments: ExpertSegments,
@@ -193,6 +195,7 @@ def repack(
 def unrepack(slabs: Tensor, segments: ExpertSegments, weights: Tensor | None = None) -> Tensor: ...
 @overload
 def unrepack(slabs: QuantizedRows, segments: ExpertSegments, *, column_major: bool | None = None) -> QuantizedRows: ...
+@ranged("unrepack")
 def unrepack(
     slabs: Tensor | QuantizedRows,
     segments: ExpertSegments,
@@ -266,6 +269,7 @@ class _Repack(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @ranged("repack backward")
     def backward(ctx: Any, grad: Tensor, _masked_m: None) -> tuple[Tensor | None, ...]:
         psum, counts = ctx.saved_tensors
         segments = ExpertSegments(psum=psum, counts=counts, num_rows=ctx.num_rows, alignment=ctx.alignment)
@@ -290,6 +294,7 @@ class _Unrepack(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @ranged("unrepack backward")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         psum, counts, weights, slabs = ctx.saved_tensors
         segments = ExpertSegments(psum=psum, counts=counts, num_rows=len(grad), alignment=ctx.alignment)

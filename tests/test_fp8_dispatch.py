@@ -257,17 +257,17 @@ def the_page_s_expert(rank: int, world: int, code: str) -> list[bool]:
             x, weight = tokens.clone().requires_grad_(), matrix.clone().requires_grad_()
             with buffers():
                 dispatcher = FlexTokenDispatcher(num_experts=2, layout="expert", fp8=fmt, dequantize=False)
-                sent = dispatcher.dispatch(x, IDX.clamp_max(1), WEIGHTS)
 
                 def gemm(pair: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
                     return dequantize(QuantizedRows(data=pair[0], scales=pair[1], format=fmt, hidden=256)) @ weight  # noqa: B023
 
                 if ours:
-                    names = {"torch": torch, "QuantizedRows": QuantizedRows, "dequantize": dequantize}
-                    names |= {"sent": sent, "weight": weight, "gemm": gemm}
+                    names = {"FlexTokenDispatcher": lambda **_: dispatcher, "ScaleFormat": type(fmt), "x": x}  # noqa: B023
+                    names |= {"topk_idx": IDX.clamp_max(1), "topk_weights": WEIGHTS, "weight": weight, "gemm": gemm}
                     exec(code, names)
-                    y = names["y"]
+                    y, sent = names["y"], names["sent"]
                 else:
+                    sent = dispatcher.dispatch(x, IDX.clamp_max(1), WEIGHTS)
                     y = (dequantize(sent.tokens) + sent.tokens.anchor) @ weight
                 out = dispatcher.combine(y, sent)  # type: ignore[arg-type]
                 out.float().square().sum().backward()

@@ -31,6 +31,7 @@ GOOD = {
     "DETERMINISTIC": {"0": False, "1": True},
     "CHECK": {"0": False, "1": True},
     "AGREE_SECS": {"0.5": 0.5, "60": 60.0},
+    "NVTX": {"0": False, "1": True},
 }
 BAD = {
     "BACKEND": ["deepep", "DEEPEP_V2", "auto,embedded"],
@@ -47,6 +48,7 @@ BAD = {
     "DETERMINISTIC": ["yes", "2"],
     "CHECK": ["true", "01"],
     "AGREE_SECS": ["0", "-5", "inf", "nan", "soon"],
+    "NVTX": ["on"],
 }
 
 

@@ -102,6 +102,7 @@ class LegacyElasticBuffer:
         x: Tensor,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
         num_experts: int | None = None,
         num_max_tokens_per_rank: int | None = None,
         expert_alignment: int | None = None,
@@ -168,6 +169,8 @@ class LegacyElasticBuffer:
             do_expand=do_expand,
             arrived=not asynchronous,
         )
+        if cumulative_local_expert_recv_stats is not None:  # V1 has no such counter
+            cumulative_local_expert_recv_stats += made.num_unaligned_recv_tokens_per_expert
         if topk_weights is None:
             recv_weights = None
         if not do_expand:

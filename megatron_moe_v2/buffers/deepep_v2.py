@@ -116,10 +116,10 @@ class GuardedElasticBuffer:
         **arguments: Any,
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, Any]:
         """As ``ElasticBuffer.dispatch``. Collective over the group."""
-        raw, quantized = self.raw, isinstance(x, tuple)
-        tokens = x[0] if quantized else x
+        raw = self.raw
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
         num_tokens, hidden = tokens.shape
-        self._check_tokens(tokens, hidden, torch.float8_e4m3fn if quantized else torch.bfloat16)
+        self._check_tokens(tokens, hidden, torch.bfloat16 if scales is None else torch.float8_e4m3fn)
         if num_tokens > num_max_tokens_per_rank:
             check_rows(num_tokens, num_max_tokens_per_rank)
         if "async_with_compute_stream" in arguments or "previous_event" in arguments:
@@ -134,16 +134,16 @@ class GuardedElasticBuffer:
                 self._checked.add((num_experts, topk_idx.shape[1]))
             if topk_idx.dtype is not self._topk_idx_dtype:
                 topk_idx = topk_idx.to(self._topk_idx_dtype)
-        if quantized:
-            check_scales(x[1], tokens)
+        if scales is not None:
+            check_scales(scales, tokens)
             self._sent_fp8 = True
         elif hidden % HIDDEN_MULTIPLE:
-            x = self._padded(x, arguments)
+            x = self._padded(tokens, arguments)
         if self._sent_fp8 and raw.num_scaleout_ranks > 1:
             num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
-            scales = x[1].shape[1] if quantized else None
+            num_scales = None if scales is None else scales.shape[1]
             arguments["num_sms"] = self._hybrid_num_sms(
-                arguments.get("num_sms", 0), handle, num_experts, num_topk, hidden, scales
+                arguments.get("num_sms", 0), handle, num_experts, num_topk, hidden, num_scales
             )
         try:
             received = raw.dispatch(
@@ -158,7 +158,7 @@ class GuardedElasticBuffer:
             )
         except (RuntimeError, AssertionError) as error:
             raise_explained(error, raw.rank_idx, raw.num_ranks)
-        if not quantized and hidden % HIDDEN_MULTIPLE:
+        if scales is None and hidden % HIDDEN_MULTIPLE:
             return received[0][:, :hidden].contiguous(), *received[1:]
         return received  # type: ignore[no-any-return]
 

@@ -21,32 +21,44 @@ _GROUPS = 16
 
 _WARPS = 4
 
+_ROWS = 8
+"""Rows of a program where their scales lie side by side."""
+
+
+@triton.jit
+def _larger(one, other):
+    """The larger number; NaN if one is."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
 
 @triton.jit
 def _quantize(
-    x, data, scales, num_groups, hidden, groups, stored, x_stride, row_stride, column_stride,
-    CAST: tl.constexpr, PACKED: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
+    x, data, scales, num_rows, hidden, groups, stored, x_stride, row_stride, column_stride,
+    CAST: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """``stored`` groups a row, of which ``groups`` hold channels: packed scales fill up an int32.
 
-    A program takes groups whose scales lie side by side: of one row, or one group of several rows.
+    A program takes groups whose scales lie side by side: of one row and the next, or a few groups of ``ROWS`` rows.
     """
-    number = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    inside = number < num_groups
-    if BY_ROW:
+    lane = tl.arange(0, GROUPS)
+    if ROWS == 1:
+        number = tl.program_id(0) * GROUPS + lane
         row, group = (number // stored).to(tl.int64), number % stored
+        inside = row < num_rows
     else:
-        num_rows = num_groups // stored
-        row, group = (number % num_rows).to(tl.int64), number // num_rows
+        across = tl.cdiv(stored, GROUPS // ROWS)
+        row = (tl.program_id(0) // across).to(tl.int64) * ROWS + lane % ROWS
+        group = tl.program_id(0) % across * (GROUPS // ROWS) + lane // ROWS
+        inside = (row < num_rows) & (group < stored)
     real = inside & (group < groups)
     channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x + (row * x_stride)[:, None] + channel, mask=real[:, None] & (channel < hidden), other=0.0)
     value = value.to(tl.float32)
     bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    largest = tl.max(magnitude, axis=1)
+    largest = tl.reduce(tl.abs(value), 1, _larger).to(tl.int32, bitcast=True)
     unbounded = tl.max(largest, axis=0) >= 0x7F800000
     if unbounded:
+        magnitude = bits & 0x7FFFFFFF
         largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
     largest = tl.maximum(largest, 27 << 23)
     place = row * row_stride
@@ -80,12 +92,14 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
     num_rows, hidden = x.shape
     groups, packed = data.shape[1] // 128, scales.dtype == torch.int32
     stored = 4 * scales.shape[1] if packed else groups
+    rows = 1 if scales.stride(0) != 1 or scales.stride(1) == 1 else _ROWS
     if num_rows:
-        _quantize[(triton.cdiv(num_rows * stored, _GROUPS),)](
+        programs = triton.cdiv(num_rows, rows) * triton.cdiv(stored, _GROUPS // rows)
+        _quantize[(triton.cdiv(num_rows * stored, _GROUPS) if rows == 1 else programs,)](
             x,
             data,
             _bytes(scales) if packed else scales,
-            num_rows * stored,
+            num_rows,
             hidden,
             groups,
             stored,
@@ -93,7 +107,7 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
             *scales.stride(),
             CAST=x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9),
             PACKED=packed,
-            BY_ROW=scales.stride(0) != 1 or scales.stride(1) == 1,
+            ROWS=rows,
             GROUPS=_GROUPS,
             num_warps=_WARPS,
             enable_fp_fusion=False,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -17,9 +19,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ..errors import MoEError
-from ..pool import close_buffers
+from ..pool import PooledBuffer, close_buffers
 from ..prepare import prepare_buffer
-from . import local_ranks, tables
+from . import local_ranks, report, tables
+from .beside import BESIDE, chosen, embedded_buffer, embedded_subject, raw_subjects
 from .measure import LAYOUTS, PHASES, PLAIN, PLAIN_KEPT, Subject, measure, subjects
 from .verify import Oracle, make_inputs
 
@@ -46,6 +49,22 @@ def _layouts(text: str) -> list[str]:
     return [name for name in LAYOUTS if name in chosen]
 
 
+def _beside(text: str) -> list[str]:
+    names = [] if text == "none" else text.split(",")
+    if not set(names) <= set(BESIDE):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose of {','.join(BESIDE)}, or none")
+    return names
+
+
+def _report(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in report.SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(report.SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megatron-moe-v2 bench",
@@ -66,7 +85,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of inputs and routing (%(default)s)")
     names = ",".join(LAYOUTS)
     add("--layouts", type=_layouts, default=list(LAYOUTS), metavar="LIST", help=f"of {names}; plain always runs (all)")
+    beside = f"of {','.join(BESIDE)}, or none; on the real buffers all, else none"
+    add(
+        "--beside",
+        type=_beside,
+        metavar="LIST",
+        help=f"also measure the buffer's own calls, the embedded one: {beside}",
+    )
     add("--sweep-tokens", type=_sizes, default=[], metavar="LIST", help="256,512,...: forward+backward for each too")
+    add("--sweep-hidden", type=_sizes, default=[], metavar="LIST", help="the same over hidden sizes")
+    add("--sweep-topk", type=_sizes, default=[], metavar="LIST", help="the same over top-k")
+    add("--report", type=_report, metavar="FILE", help="also write a page with charts: FILE.html or FILE.md")
     add("--json", metavar="FILE", help="also write JSON lines; with - to standard output, and tables to standard error")
     args = parser.parse_args(argv)
     world = local_ranks.launched()
@@ -75,8 +104,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args.ranks = world or args.ranks or 2
     if args.experts % args.ranks:
         parser.error(f"--experts {args.experts} is no multiple of the {args.ranks} ranks")
-    if args.topk > min(args.experts, _LARGEST_TOPK):
-        parser.error(f"--topk {args.topk} is above {min(args.experts, _LARGEST_TOPK)}")
+    for flag, num_topk in (("--topk", args.topk), *(("--sweep-topk", one) for one in args.sweep_topk)):
+        if num_topk > min(args.experts, _LARGEST_TOPK):
+            parser.error(f"{flag} {num_topk} is above {min(args.experts, _LARGEST_TOPK)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no GPU")
     return args
@@ -101,32 +131,58 @@ def main(argv: Sequence[str]) -> int:
 
 def _rank(device: torch.device, args: argparse.Namespace) -> None:
     """One rank's part. Collective over the default group; ends with status 1 on all ranks if a value was wrong."""
-    group = dist.group.WORLD
-    assert group is not None
-    entry = prepare_buffer(
-        group, hidden=args.hidden, num_topk=args.topk, num_max_tokens_per_rank=max(args.tokens, *args.sweep_tokens, 1)
-    )
+    size = {"tokens": args.tokens, "hidden": args.hidden, "topk": args.topk}
+    entry = _buffer(args, size)
+    beside = chosen(args.beside, entry, args.hidden)
+    for hidden in args.sweep_hidden:  # a refusal comes before hours of measuring
+        chosen(args.beside, entry, hidden)
     output = _Output(args.json) if dist.get_rank() == 0 else None
+    facts = tables.environment(entry, device, _arguments(args), beside)
     if output:
-        facts = tables.environment(entry, device, _arguments(args))
         output.write(tables.header(facts), [facts])
-    visible = entry.backend.name == "embedded"
-    under_test = subjects([*args.layouts, PLAIN, PLAIN_KEPT], args.experts, group, visible=visible)
-    found = _measure(args, args.tokens, PHASES, under_test, device)
+    with _under_test(args, entry, size) as under_test:
+        found = _measure(args, size, PHASES, under_test, device)
     if output:
-        output.write(tables.table(found), found)
+        output.write(tables.table(found, by_rank=bool(beside)), found)
     swept = []
-    for num_tokens in args.sweep_tokens:
-        some = _measure(args, num_tokens, ["forward+backward"], under_test, device)
-        swept += [one | {"record": "sweep"} for one in some]
-    if output and swept:
-        output.write(tables.sweep_table(swept), swept)
+    for over in tables.SWEPT:
+        some = []
+        for value in getattr(args, f"sweep_{over}"):
+            one_size = size | {over: value}
+            with _under_test(args, _buffer(args, one_size), one_size) as under_test:
+                measured = _measure(args, one_size, ["forward+backward"], under_test, device)
+            some += [one | {"record": "sweep", "over": over} for one in measured]
+        if output and some:
+            output.write(tables.sweep_table(some), some)
+        swept += some
     if output:
         output.close()
+        if args.report is not None:
+            report.write(args.report, facts, found, swept)
     close_buffers()
     dist.barrier()
     if any(one["wrong_values"] for one in [*found, *swept]):
         raise SystemExit(1)
+
+
+def _buffer(args: argparse.Namespace, size: dict[str, int]) -> PooledBuffer:
+    """The buffer for a size, with one ceiling for all. Collective over the default group."""
+    ceiling = max(args.tokens, *args.sweep_tokens, 1)
+    return prepare_buffer(None, hidden=size["hidden"], num_topk=size["topk"], num_max_tokens_per_rank=ceiling)
+
+
+@contextmanager
+def _under_test(args: argparse.Namespace, entry: PooledBuffer, size: dict[str, int]) -> Iterator[list[Subject]]:
+    """Everything that is measured at a size. Collective over the default group."""
+    visible = entry.backend.name == "embedded"
+    names = chosen(args.beside, entry, size["hidden"])
+    with ExitStack() as closing:
+        found = subjects(args.layouts, args.experts, entry.group, visible=visible)
+        if "raw" in names:
+            found += raw_subjects(entry, args.experts, size["topk"], visible=visible)
+        if "embedded" in names:
+            found.append(embedded_subject(closing.enter_context(embedded_buffer(entry)), args.experts))
+        yield [*found, *subjects([PLAIN, PLAIN_KEPT], args.experts, entry.group, visible=visible)]
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,17 +191,24 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(
-    args: argparse.Namespace, num_tokens: int, phases: Sequence[str], under_test: list[Subject], device: torch.device
+    args: argparse.Namespace,
+    size: dict[str, int],
+    phases: Sequence[str],
+    under_test: list[Subject],
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Records of one size, on every rank. Collective over the default group."""
     group = dist.group.WORLD
     assert group is not None
     dtype = _DTYPES[args.dtype]
     seed = args.seed * group.size() + group.rank()
-    inputs = make_inputs(num_tokens, args.hidden, args.experts, args.topk, dtype=dtype, device=device, seed=seed)
+    inputs = make_inputs(
+        size["tokens"], size["hidden"], args.experts, size["topk"], dtype=dtype, device=device, seed=seed
+    )
     oracle = Oracle(inputs, args.experts, group)
     results = measure(under_test, phases, inputs, oracle, group, iterations=args.iters, warmup=args.warmup)
-    return tables.records(results, args.topk, args.hidden * dtype.itemsize)
+    found = tables.records(results, size["topk"], size["hidden"] * dtype.itemsize, oracle.rows_per_rank)
+    return [one | size for one in found]
 
 
 class _Output:

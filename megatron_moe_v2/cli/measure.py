@@ -5,6 +5,7 @@ Legend: T own tokens, H hidden, K top-k, n received tokens, P rows by expert.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,25 +45,29 @@ class Subject:
     """A dispatcher under test.
 
     Attributes:
-        name: one of :data:`LAYOUTS`, :data:`PLAIN` or :data:`PLAIN_KEPT`.
+        name: one of :data:`LAYOUTS`, :data:`PLAIN`, :data:`PLAIN_KEPT`, or of :mod:`beside`.
         dispatch: ``(x, topk_idx, topk_weights)`` to something with ``tokens`` and ``weights``.
         combine: ``(rows, dispatched)`` to ``[T, H]``.
         visible: its traffic goes through ``torch.distributed``, where it is counted.
+        per_token: rows are received tokens; else copies by expert.
+        step: forward and backward without autograd, where there is none: the combined tokens and both gradients.
     """
 
     name: str
     dispatch: Callable[[Tensor, Tensor, Tensor], Any]
     combine: Callable[[Tensor, Any], Tensor]
     visible: bool
+    per_token: bool = False
+    step: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]] | None = None
 
     def wrong_dispatch(self, dispatched: Any, oracle: Oracle) -> int:
-        if self.name == "token-bare":
+        if self.per_token:
             return oracle.wrong_tokens(dispatched.tokens, dispatched.local_idx, dispatched.weights)
         counts = (dispatched.routing if self.name in (PLAIN, PLAIN_KEPT) else dispatched).tokens_per_expert
         return oracle.wrong_copies(dispatched.tokens, counts, dispatched.weights)
 
     def wrong_sums(self, combined: Tensor, values: Tensor, oracle: Oracle) -> int:
-        return oracle.wrong_sums(combined, values, per_copy=self.name != "token-bare")
+        return oracle.wrong_sums(combined, values, per_copy=not self.per_token)
 
 
 def subjects(names: Sequence[str], num_experts: int, group: dist.ProcessGroup, *, visible: bool) -> list[Subject]:
@@ -87,7 +92,9 @@ def subjects(names: Sequence[str], num_experts: int, group: dist.ProcessGroup, *
     plain = PlainDispatcher(num_experts=num_experts, group=group)
     kept = PlainDispatcher(num_experts=num_experts, group=group, keep_buffers=True)
     every = {
-        "token-bare": Subject(name="token-bare", dispatch=bare_dispatch, combine=bare_combine, visible=visible),
+        "token-bare": Subject(
+            name="token-bare", dispatch=bare_dispatch, combine=bare_combine, visible=visible, per_token=True
+        ),
         "token": flex("token"),
         "expert": flex("expert"),
         PLAIN: Subject(name=PLAIN, dispatch=plain.dispatch, combine=plain.combine, visible=True),
@@ -179,23 +186,24 @@ def _run(
             del dispatched, combined
     if "forward+backward" in phases:
         x.grad = weights.grad = None
-        combined, sample = timer(lambda: _forward_backward(subject, inputs))
+        step = subject.step or functools.partial(_forward_backward, subject)
+        (combined, grad_x, grad_weights), sample = timer(lambda: step(inputs))
         errors = 0
         if oracle is not None:
-            assert x.grad is not None
-            assert weights.grad is not None
-            errors = subject.wrong_sums(combined, x, oracle) + subject.wrong_sums(x.grad, inputs.grad, oracle)
-            errors += oracle.wrong_weight_gradients(weights.grad)
+            errors = subject.wrong_sums(combined, x, oracle) + subject.wrong_sums(grad_x, inputs.grad, oracle)
+            errors += oracle.wrong_weight_gradients(grad_weights)
         done.append(("forward+backward", sample, errors))
     return [one for one in done if one[0] in phases]
 
 
-def _forward_backward(subject: Subject, inputs: Inputs) -> Tensor:
+def _forward_backward(subject: Subject, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Identity experts; the loss is the combined tokens times ``inputs.grad``, plus half the squares of the weights."""
     dispatched = subject.dispatch(inputs.x, inputs.topk_idx, inputs.weights)
     combined = subject.combine(dispatched.tokens, dispatched)
     torch.autograd.backward([combined, dispatched.weights], [inputs.grad, dispatched.weights.detach()])
-    return combined.detach()
+    assert inputs.x.grad is not None
+    assert inputs.weights.grad is not None
+    return combined.detach(), inputs.x.grad, inputs.weights.grad
 
 
 def _gather(

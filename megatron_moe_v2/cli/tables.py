@@ -31,6 +31,15 @@ collectives, waiting for other ranks included. GB/s, logical: T * K copies * row
 dispatch and combine have 1, forward+backward 4. wrong: values unequal to the oracle, which computes rows, sums and
 gradients from all ranks' inputs, over the last warm-up and the last measured iteration. vs plain: of the same phase."""
 
+METHOD_BESIDE = """\
+raw-token, raw-expert: the four calls of a step made on the buffer itself, without this package or autograd: dispatch,
+combine, cached dispatch of the gradient, combine of the gradients of rows and weights. embedded: the expert layout over
+this package's buffer of plain torch.distributed calls. GB/s, a rank: bytes that a rank receives, as DeepEP's own test
+counts them (see docs/bench.md), over p50 of the whole call, where that test takes the transfer kernel's time alone."""
+
+SWEPT = {"tokens": "tokens a rank", "hidden": "hidden", "topk": "top-k"}
+"""What a sweep can vary, in words."""
+
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_"),
     "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_"),
@@ -41,9 +50,11 @@ _ALLOCATOR = {
 }
 
 
-def environment(entry: PooledBuffer, device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
+def environment(
+    entry: PooledBuffer, device: torch.device, arguments: dict[str, Any], beside: Sequence[str] = ()
+) -> dict[str, Any]:
     """The header as a record."""
-    return {
+    facts = {
         "record": "header",
         "package": __version__,
         "torch": torch.__version__,
@@ -57,6 +68,7 @@ def environment(entry: PooledBuffer, device: torch.device, arguments: dict[str, 
         "allocator": {name: value for name, value in _ALLOCATOR.items() if value},
         "arguments": arguments,
     }
+    return facts | {"beside": list(beside)} if beside else facts
 
 
 def _cpu() -> str:
@@ -81,6 +93,7 @@ def header(facts: dict[str, Any]) -> str:
             f"sizes: {sizes}",
             "",
             METHOD,
+            *([METHOD_BESIDE] if "beside" in facts else []),
         ]
     )
 
@@ -93,8 +106,31 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return low + (high - low) * (place - math.floor(place))
 
 
-def records(results: Sequence[Measurement], copies: int, row_bytes: int) -> list[dict[str, Any]]:
-    """One record for each measurement; ``copies`` is K, ``row_bytes`` of one token."""
+def received_bytes(phase: str, rows: float, num_topk: int, row_bytes: int) -> float:
+    """Bytes that a rank receives in a phase, in the convention of DeepEP's own test, in either layout.
+
+    A token counts once for each rank that has an expert of it, the sending rank included, never once for each expert.
+    Dispatched it is its row, K indices of 8 bytes and K weights of 4; combined, its row, and in backward K gradients of
+    weights; a cached dispatch, which is the backward of combine, brings its row.
+    """
+    per_token = {
+        "dispatch": row_bytes + 12 * num_topk,
+        "combine": row_bytes,
+        "forward+backward": 4 * row_bytes + 16 * num_topk,
+    }
+    return rows * per_token[phase]
+
+
+def records(
+    results: Sequence[Measurement], copies: int, row_bytes: int, rows_per_rank: float | None = None
+) -> list[dict[str, Any]]:
+    """One record for each measurement.
+
+    Args:
+        copies: K.
+        row_bytes: of one token.
+        rows_per_rank: tokens that a rank receives, each once.
+    """
     plain = {one.phase: one for one in results if one.subject == PLAIN}
     found = []
     for one in results:
@@ -114,6 +150,9 @@ def records(results: Sequence[Measurement], copies: int, row_bytes: int) -> list
                 "p90_us": _quantile(one.seconds, 0.9) * 1e6,
                 "sent_bytes_per_rank": one.sent_bytes,
                 "logical_gb_per_s": moved / middle / 1e9,
+                "rank_gb_per_s": None
+                if rows_per_rank is None
+                else received_bytes(one.phase, rows_per_rank, copies, row_bytes) / middle / 1e9,
                 "communication_share": one.communication,
                 "wrong_values": one.wrong,
                 "time_to_plain": middle / _quantile(beside.seconds, 0.5),
@@ -139,15 +178,18 @@ def _number(value: float | None, pattern: str) -> str:
     return "-" if value is None else format(value, pattern)
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """One line for each phase and dispatcher."""
-    title = ["phase", "dispatcher", "p50 µs", "p10 µs", "p90 µs", "sent", "GB/s", "comm", "wrong", "time", "bytes"]
+def table(found: Sequence[dict[str, Any]], *, by_rank: bool = False) -> str:
+    """One line for each phase and dispatcher; ``by_rank`` adds the bandwidth in DeepEP's convention."""
+    more = ["a rank"] if by_rank else []
+    title = ["phase", "dispatcher", "p50 µs", "p10 µs", "p90 µs", "sent", "GB/s"]
+    title += [*more, "comm", "wrong", "time", "bytes"]
     lines = [
         [
             one["phase"],
             one["dispatcher"],
             *(_number(one[name], ",.0f") for name in ("p50_us", "p10_us", "p90_us", "sent_bytes_per_rank")),
             _number(one["logical_gb_per_s"], ".3f"),
+            *(_number(one["rank_gb_per_s"], ".3f") for _ in more),
             _number(one["communication_share"], ".0%"),
             str(one["wrong_values"]),
             _number(one["time_to_plain"], ".2f"),
@@ -162,17 +204,18 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def sweep_table(found: Sequence[dict[str, Any]]) -> str:
-    """Forward+backward over the number of tokens: milliseconds, and microseconds a token."""
+    """Forward+backward over one of :data:`SWEPT`: milliseconds, and microseconds a token."""
+    over = found[0].get("over", "tokens")
     names = list(dict.fromkeys(one["dispatcher"] for one in found))
-    time = {(one["tokens"], one["dispatcher"]): one["p50_us"] for one in found}
-    sizes = list(dict.fromkeys(one["tokens"] for one in found))
-    title = ["tokens", *(f"{name} ms" for name in names), *(f"{name} µs/token" for name in names)]
+    time = {(one[over], one["dispatcher"]): one["p50_us"] for one in found}
+    sizes = {one[over]: one["tokens"] for one in found}
+    title = [over, *(f"{name} ms" for name in names), *(f"{name} µs/token" for name in names)]
     lines = [
         [
             f"{size:,}",
             *(f"{time[size, name] / 1e3:.2f}" for name in names),
-            *(f"{time[size, name] / size:.2f}" for name in names),
+            *(f"{time[size, name] / num_tokens:.2f}" for name in names),
         ]
-        for size in sizes
+        for size, num_tokens in sizes.items()
     ]
-    return "forward+backward by tokens a rank, p50\n" + _aligned([title, *lines], 0)
+    return f"forward+backward by {SWEPT[over]}, p50\n" + _aligned([title, *lines], 0)

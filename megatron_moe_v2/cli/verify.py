@@ -56,6 +56,9 @@ class Oracle:
     Args:
         inputs: this rank's; every rank has as many tokens.
         num_experts: E.
+
+    Attributes:
+        rows_per_rank: tokens that a rank receives, each once, mean over ranks; its own included.
     """
 
     def __init__(self, inputs: Inputs, num_experts: int, group: dist.ProcessGroup) -> None:
@@ -66,8 +69,12 @@ class Oracle:
             _gather(one.detach(), group) for one in (inputs.x, inputs.topk_idx, inputs.weights)
         )
         self.num_copies = inputs.topk_idx.shape[1]
-        ranks = inputs.topk_idx // self.num_local_experts
-        self.num_ranks_of_token = torch.nn.functional.one_hot(ranks, group.size()).amax(1).sum(1, keepdim=True)
+        self.num_ranks_of_token = self._num_ranks(inputs.topk_idx, group.size())
+        self.rows_per_rank = float(self._num_ranks(self.topk_idx, group.size()).sum()) / group.size()
+
+    def _num_ranks(self, topk_idx: Tensor, num_ranks: int) -> Tensor:
+        ranks = topk_idx // self.num_local_experts
+        return torch.nn.functional.one_hot(ranks, num_ranks).amax(1).sum(1, keepdim=True)
 
     def wrong_tokens(self, rows: Tensor, local_idx: Tensor, weights: Tensor) -> int:
         """Token layout: ``[n, H]``, local expert or -1 ``[n, K]``, weights ``[n, K]``, in any order of rows."""
