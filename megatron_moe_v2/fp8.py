@@ -201,6 +201,12 @@ def quantize(x: Tensor, format: ScaleFormat | None = None) -> QuantizedRows:
         raise InputError("shape of rows to quantise", got=tuple(x.shape), expected="[T, H] with H >= 1")
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise InputError("strides of rows to quantise", got=x.stride(), expected="adjacent channels")
+    data, scales = quantized_pair(x, format)
+    return QuantizedRows(data=data, scales=scales, format=format, hidden=x.shape[1])
+
+
+def quantized_pair(x: Tensor, format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """Data and scales of :func:`quantize`, without its checks."""
     num_rows, hidden = x.shape
     x = x.detach()
     data = torch.empty(num_rows, align(hidden, GROUP), dtype=torch.float8_e4m3fn, device=x.device)
@@ -211,7 +217,7 @@ def quantize(x: Tensor, format: ScaleFormat | None = None) -> QuantizedRows:
         codes, amax = _codes(_grouped(x), format.kind)
         data.view(torch.uint8).copy_(codes.view(data.shape))
         scales.copy_(_stored_scales(amax, format.kind))
-    return QuantizedRows(data=data, scales=scales, format=format, hidden=hidden)
+    return data, scales
 
 
 def dequantize(rows: QuantizedRows, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .buffers.contract import align
 from .errors import InputError
-from .fp8 import GROUP, QuantizedRows, ScaleFormat, quantize
+from .fp8 import GROUP, QuantizedRows, ScaleFormat, quantized_pair
 
 __all__ = [
     "buffer_hidden",
@@ -89,7 +89,7 @@ def check_gradient(x: Tensor, call_fp8_backward: bool) -> None:
 
 def quantized_for_wire(x: Tensor, format: ScaleFormat) -> tuple[Tensor, Tensor]:
     """``[T, H]`` as the pair that a buffer dispatches; the sender's scales are row-major, as a token's are read."""
-    return quantize(x, replace(format, column_major=False)).pair
+    return quantized_pair(x, replace(format, column_major=False) if format.column_major else format)
 
 
 def received_rows(

@@ -50,16 +50,18 @@ def quantisation(table: Table, groups: list[int]) -> None:
     x = torch.randn(8192, 7168, device="cuda").bfloat16()
     spoiled = x.clone()
     spoiled[:, 5] = torch.inf
-    usual = kernels_fp8._GROUPS, kernels_fp8._WARPS
-    for size, warps in itertools.product(groups, (1, 2, 4, 8)) if groups else [usual]:
-        kernels_fp8._GROUPS, kernels_fp8._WARPS = size, warps
-        note = f", {size} groups, {warps} warps" if groups else ""
-        for fmt in FORMATS:
-            rows = fp8.quantize(x, fmt)
-            moved = nbytes(x, *rows.pair)
-            table.line(f"quantise to {name_of(fmt)}{note}", moved, lambda fmt=fmt: fp8.quantize(x, fmt))
-            table.line(f"de-quantise from {name_of(fmt)}{note}", moved, lambda rows=rows: fp8.dequantize(rows))
-    kernels_fp8._GROUPS, kernels_fp8._WARPS = usual
+    for fmt in FORMATS:
+        rows = fp8.quantize(x, fmt)
+        moved = nbytes(x, *rows.pair)
+        table.line(f"quantise to {name_of(fmt)}", moved, lambda fmt=fmt: fp8.quantize(x, fmt))
+        table.line(f"de-quantise from {name_of(fmt)}", moved, lambda rows=rows: fp8.dequantize(rows))
+    shape = kernels_fp8.shape_of_program
+    for fmt in FORMATS if groups else []:
+        for size, warps, together in itertools.product(groups, (1, 2, 4), (4, 8) if fmt.column_major else (1,)):
+            kernels_fp8.shape_of_program = lambda *_, shape=(size, together, warps): shape
+            note = f"{size} groups, {warps} warps, {together} rows"
+            table.line(f"quantise to {name_of(fmt)}, {note}", moved, lambda fmt=fmt: fp8.quantize(x, fmt))
+    kernels_fp8.shape_of_program = shape
     table.line("quantise with an infinity in each row", moved, lambda: fp8.quantize(spoiled))
 
 
@@ -101,7 +103,7 @@ def slab_kernels(table: Table) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", default="", help="sizes of a program, in groups of 128, to compare at 1 to 8 warps")
+    parser.add_argument("--groups", default="", help="sizes of a quantising program, in groups of 128, to compare")
     groups = [int(size) for size in parser.parse_args().groups.split(",") if size]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}\n")
     table = Table()

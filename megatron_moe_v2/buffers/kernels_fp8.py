@@ -9,20 +9,26 @@ number. Products must not be fused with the additions that follow: every launch 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["dequantize", "quantize", "shape_of_program"]
 
 _GROUPS = 16
-"""Groups of 128 channels that one program converts."""
+"""Groups of 128 channels that one program de-quantises."""
 
 _WARPS = 4
 
-_ROWS = 8
-"""Rows of a program where their scales lie side by side."""
+
+def shape_of_program(packed: bool, by_column: bool) -> tuple[int, int, int]:
+    """Groups of a program that quantises, rows that they are of where scales of rows lie side by side, and warps."""
+    if by_column:
+        return 16, 8, 4
+    return (8, 1, 1) if packed else (8, 1, 2)
 
 
 @triton.jit
@@ -92,10 +98,10 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
     num_rows, hidden = x.shape
     groups, packed = data.shape[1] // 128, scales.dtype == torch.int32
     stored = 4 * scales.shape[1] if packed else groups
-    rows = 1 if scales.stride(0) != 1 or scales.stride(1) == 1 else _ROWS
+    size, rows, warps = shape_of_program(packed, scales.stride(0) == 1 and scales.stride(1) != 1)
     if num_rows:
-        programs = triton.cdiv(num_rows, rows) * triton.cdiv(stored, _GROUPS // rows)
-        _quantize[(triton.cdiv(num_rows * stored, _GROUPS) if rows == 1 else programs,)](
+        programs = triton.cdiv(num_rows, rows) * triton.cdiv(stored, size // rows)
+        _quantize[(triton.cdiv(num_rows * stored, size) if rows == 1 else programs,)](
             x,
             data,
             _bytes(scales) if packed else scales,
@@ -105,11 +111,11 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
             stored,
             x.stride(0),
             *scales.stride(),
-            CAST=x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9),
+            CAST=_casts(x.device),
             PACKED=packed,
             ROWS=rows,
-            GROUPS=_GROUPS,
-            num_warps=_WARPS,
+            GROUPS=size,
+            num_warps=warps,
             enable_fp_fusion=False,
         )
 
@@ -171,6 +177,12 @@ def dequantize(data: Tensor, scales: Tensor, out: Tensor) -> None:
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
+
+
+@functools.cache
+def _casts(device: torch.device) -> bool:
+    """The device casts to FP8 itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _bytes(scales: Tensor) -> Tensor:
