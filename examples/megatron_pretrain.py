@@ -140,6 +140,7 @@ class Trainer:
             expert_model_parallel_size=args.ep,
             expert_tensor_parallel_size=args.etp,
         )
+        torch.manual_seed(args.seed + 1)  # Megatron draws the router's weight on the CPU
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed + 1)
         self.data_group = parallel_state.get_data_parallel_group()
         self.rows = Rows(args, rank=parallel_state.get_data_parallel_rank(), world=self.data_group.size())

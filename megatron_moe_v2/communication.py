@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .agreement import post_failure, posted_failure
 from .buffers.contract import HandleSkeleton, flatten_handle
@@ -378,15 +377,14 @@ def opened(rows: Tensor | QuantizedRows) -> Tensor:
 def first_order(backward: _F) -> _F:
     """A backward without a second derivative: refused under ``create_graph=True``, where one could be asked for.
 
-    PyTorch's own guard sees only incoming gradients that need a gradient themselves.
+    PyTorch's own guard sees only incoming gradients that need a gradient themselves, and is dispensable beside this.
     """
-    inner = once_differentiable(backward)
 
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise InputError("create_graph=True", fix="Dispatch and combine have no second derivative.")
-        return inner(ctx, *grads)
+        return backward(ctx, *grads)
 
     return cast(_F, guarded)
 

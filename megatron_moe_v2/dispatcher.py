@@ -152,7 +152,7 @@ class FlexTokenDispatcher:
             if named is error:
                 raise
             raise named from error
-        slots, padded = None, handle.padded_tokens_per_expert
+        slots, padded = None, handle.padded_tokens_per_expert if handle.call.counts_on_device else counts.clone()
         if recv_idx is not None:
             padded = align_counts(padded, self.expert_alignment)
             num_slots = self._most_slots(handle) if self.static_shapes else int(padded.sum())
@@ -228,20 +228,10 @@ class FlexTokenDispatcher:
             MoEError: as :func:`fused_combine`, with this dispatcher's name.
         """
         try:
-            if not isinstance(dispatched, Dispatched):
-                got = type(dispatched).__name__
-                pool.fail(self.group, "combine", InputError("dispatched", got=got, expected="what dispatch returned"))
-            rows = len(dispatched.weights)
-            if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or len(expert_output) != rows:
-                got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
-                pool.fail(self.group, "combine", InputError("expert_output", got=got, expected=f"[{rows}, H]"))
-            kind, wanted = (expert_output.dtype, expert_output.device, expert_output.layout), dispatched.weights.device
-            if not kind[0].is_floating_point or kind[0].itemsize < 2 or kind[1:] != (wanted, torch.strided):
-                error = InputError("expert_output", got=kind, expected=f"dense rows of two bytes or more on {wanted}")
+            try:
+                _check_output(expert_output, dispatched)
+            except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
                 pool.fail(self.group, "combine", error)
-            if torch.is_grad_enabled() and expert_output.requires_grad and dispatched.weights.is_inference():
-                text = "tokens dispatched in inference_mode cannot be trained with"
-                pool.fail(self.group, "combine", HandleError(text, fix="Dispatch outside torch.inference_mode()."))
             if apply_weights:
                 expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
             if dispatched.slots is not None:
@@ -260,6 +250,25 @@ class FlexTokenDispatcher:
         if self.name is None or str(error).startswith(f"{self.name}: "):
             return error
         return type(error)(f"{self.name}: {error}")
+
+
+def _check_output(expert_output: Tensor, dispatched: Dispatched) -> None:
+    if not isinstance(dispatched, Dispatched):
+        raise InputError("dispatched", got=type(dispatched).__name__, expected="what dispatch returned")
+    rows, device = dispatched.weights.shape[0], dispatched.weights.device
+    if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or expert_output.shape[0] != rows:
+        got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
+        raise InputError("expert_output", got=got, expected=f"[{rows}, H]")
+    dtype = expert_output.dtype
+    if dtype not in _ROW_DTYPES or expert_output.device != device or expert_output.layout is not torch.strided:
+        kind = dtype, expert_output.device, expert_output.layout
+        raise InputError("expert_output", got=kind, expected=f"dense rows of two bytes or more on {device}")
+    if torch.is_grad_enabled() and expert_output.requires_grad and dispatched.weights.is_inference():
+        text = "tokens dispatched in inference_mode cannot be trained with"
+        raise HandleError(text, fix="Dispatch outside torch.inference_mode().")
+
+
+_ROW_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 def _flat(tensor: Tensor) -> Tensor:

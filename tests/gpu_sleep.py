@@ -34,7 +34,7 @@ def losses(rank: int, world: int, cycles: int, sleeps: bool) -> dict[str, list[f
     target = torch.randn(M, H, device="cuda", generator=own)
     training = FlexTokenDispatcher(num_experts=E, layout="expert")
     decoding = FlexTokenDispatcher(num_experts=E, layout="token", num_max_tokens_per_rank="decode")
-    optimizer = torch.optim.SGD([router, experts], lr=0.1)
+    optimizer = torch.optim.Adam([router, experts], lr=3e-3)
     found: dict[str, list[float]] = {"losses": [], "free": []}
     for _ in range(cycles):
         with torch.no_grad():
