@@ -15,9 +15,10 @@ Forward and backward of router output in, rows grouped by expert, identity exper
     (f) as (b) on DeepEP V1, with several ranks; measured after the others
 
 (a), (b), (e) and (f) call megatron-core's own functions and are left out where it, or Transformer Engine, is missing.
-Rounds are interleaved. "GPU ms" is the sum of kernel times from torch.profiler, "elapsed ms" the median between CUDA
-events of one step begun with an idle device, "back to back" that of a step among ten in a row, all of rank 0. All must
-give the same output. Below it (d) beside the same four calls made on DeepEP directly, and the host's time for each.
+Rounds are interleaved. "GPU ms" is the sum of kernel times from torch.profiler (with several ranks the least of several
+rounds, for waiting counts), "elapsed ms" the median between CUDA events of one step begun with an idle device, "back to
+back" that of a step among ten in a row, all of rank 0. All must give the same output. Below it (d) beside the same four
+calls made on DeepEP directly, and the host's time for each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import os
 import pstats
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -159,15 +161,32 @@ def back_to_back(step: Step, rounds: int = 10) -> float:
     return statistics.median(elapsed(several) for _ in range(5)) / rounds
 
 
-def kernels(step: Step, rounds: int = 5) -> tuple[float, int]:
-    """Milliseconds in kernels and number of kernels, a step."""
+def kernels(step: Step, rounds: int = 7) -> tuple[float, int]:
+    """Milliseconds in kernels and number of kernels, a step.
+
+    The median of several steps, with several ranks the least of each kernel: one that waits for another GPU counts its
+    wait.
+    """
+    found = [_kernels_of_one(step) for _ in range(rounds)]
+    typical = min if dist.get_world_size() > 1 else statistics.median
+    times = [typical(sum(one[name]) for one in found) for name in set().union(*found)]
+    return sum(times) / 1e3, sum(len(times) for times in found[0].values())
+
+
+def _kernels_of_one(step: Step) -> defaultdict[str, list[float]]:
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(rounds):
-            step()
+    if dist.get_world_size() > 1:
+        dist.barrier()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(event.device_time for event in events) / rounds / 1e3, len(events) // rounds
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        annotation = getattr(event, "is_user_annotation", False) or event.name.startswith(("nccl:", "c10d::"))
+        if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
+            by_name[event.name].append(event.device_time)
+    return by_name
 
 
 def copy_gbs(nbytes: int = 2**30) -> float:

@@ -8,8 +8,9 @@ Everything of Megatron's is fused (``moe_permute_fusion``, its experimental Trit
 experts are Transformer Engine's grouped MLP, the router's result is given. One process holds the three dispatchers and
 runs them in turn, forward and backward. Megatron's flex dispatcher refuses a single rank; that check alone is left out.
 
-"travel" is the time without experts: rows go back as they came. GPU ms is the sum of kernel times from torch.profiler,
-wall ms the median between CUDA events, peak what one step with experts allocates beyond what lives between steps.
+"travel" is the time without experts: rows go back as they came. GPU ms is the sum of kernel times from torch.profiler
+(with several ranks the least of several rounds, for waiting counts), wall ms the median between CUDA events, peak what
+one step with experts allocates beyond what lives between steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)
 PATHS = ("alltoall", "flex/token", "flex/expert")
-WARM_UP, ROUNDS, PROFILED = 3, 20, 5
+WARM_UP, ROUNDS, PROFILED = 3, 20, 7
 
 Step = Callable[[], object]
 
@@ -244,22 +245,28 @@ class Clock:
         return start.elapsed_time(end)
 
     def kernels(self, step: Step) -> Counter[str]:
-        """Milliseconds a step by kernel, copies and fills included; empty on a CPU."""
-        if not self.cuda:
-            for _ in range(PROFILED):
-                step()
-            return Counter()
+        """Milliseconds a step by kernel, copies and fills included; empty on a CPU.
+
+        The median of several steps, with several ranks the least: a kernel that waits for another GPU counts its wait.
+        """
+        found = [self._kernels_of_one(step) for _ in range(PROFILED)]
+        typical = min if self.group is not None else statistics.median
+        return Counter({name: typical(one[name] for one in found) for name in set().union(*found)})
+
+    def _kernels_of_one(self, step: Step) -> Counter[str]:
         self.together()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(PROFILED):
-                self.together()
-                step()
-            torch.cuda.synchronize()
         by_name: Counter[str] = Counter()
+        if not self.cuda:
+            step()
+            return by_name
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.together()
+            step()
+            torch.cuda.synchronize()
         for event in profiler.events():
             annotation = getattr(event, "is_user_annotation", False) or event.name.startswith(("nccl:", "c10d::"))
             if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
-                by_name[event.name] += event.device_time / PROFILED / 1e3
+                by_name[event.name] += event.device_time / 1e3
         return by_name
 
     def peak(self, step: Step) -> float:
@@ -375,6 +382,8 @@ def main() -> None:
             hidden=shape.hidden,
             num_topk=shape.topk,
             num_max_tokens_per_rank=shape.tokens,
+            num_experts=shape.experts,
+            warmup=True,
         )
         scene.check()
         lines = measure(scene, clock, args.rounds, args.kernels)
