@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import join_anew
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -33,8 +34,7 @@ ENVIRONMENT = {
 def join_nccl(rank: int, world: int) -> None:
     """The default group over NCCL, ranks spread over the GPUs there are."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
+    join_anew("nccl", rank, world, device_id=torch.device("cuda", torch.cuda.current_device()))
 
 
 def scenes(rank: int, world: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

@@ -6,6 +6,7 @@ Two ways, for two needs:
   and returns what each returned; starting Python and torch is paid once a session.
 - :meth:`Launch.fresh` starts processes for one call, for faults that leave none usable: a rank that is killed, a group
   that is destroyed. It reports per rank the value or failure, the exit code and the seconds, and never raises for them.
+  :meth:`Launch.kept` reports the same and keeps its processes: for jobs that make their default group themselves.
 
 A call that hangs ends at its time-out with the Python stack of every rank in the error; the pool kills its processes
 and starts new ones at the next call. The functions must be importable by name in another process: module level, in a
@@ -18,6 +19,8 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import gc
+import itertools
 import os
 import pickle
 import signal
@@ -37,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["Failure", "Launch", "Outcome", "RankPool", "RemoteError", "join_group"]
+__all__ = ["Failure", "Launch", "Outcome", "RankPool", "RemoteError", "join_anew", "join_group"]
 
 Job = Callable[..., Any]
 
@@ -281,16 +284,82 @@ class Launch:
         crew = _Crew(world, "fresh", init=init, env=env)
         answers, seconds = crew.call(job, args, timeout, grace)
         patience = 0.0 if any(isinstance(a, Failure) and a.type_name == "Hung" for a in answers) else 5.0
-        codes = crew.close(patience)
-        return [
-            Outcome(
-                value=None if isinstance(answer, Failure) else answer,
-                failure=answer if isinstance(answer, Failure) else None,
-                exit_code=code,
-                seconds=spent,
-            )
-            for answer, code, spent in zip(answers, codes, seconds, strict=True)
-        ]
+        return _outcomes(answers, crew.close(patience), seconds)
+
+    @staticmethod
+    def kept(
+        world: int, job: Job, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    ) -> list[Outcome]:
+        """As :meth:`fresh` without a default group, in processes that stay for the next call unless one failed.
+
+        Args:
+            env: additions to the environment during the call.
+        """
+        crew = _kept.get(world)
+        if crew is None:
+            if not _kept:
+                atexit.register(_close_kept)
+            crew = _kept[world] = _Crew(world, "kept", init=False)
+        answers, seconds = crew.call(_in_turn, (job, dict(env or {}), *args), timeout)
+        codes: list[int | None] = [None] * world
+        if any(isinstance(answer, Failure) for answer in answers):
+            codes = _kept.pop(world).close()
+        return _outcomes(answers, codes, seconds)
+
+
+_kept: dict[int, _Crew] = {}
+
+
+def _close_kept() -> None:
+    while _kept:
+        _kept.popitem()[1].close(patience=10.0)
+
+
+def _in_turn(rank: int, world: int, job: Job, env: Mapping[str, str], *args: Any) -> Any:
+    """Run ``job`` and leave the process as it was found."""
+    from megatron_moe_v2 import close_buffers, set_deepep_num_sms
+
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        value = job(rank, world, *args)
+        close_buffers(release_graphs=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        set_deepep_num_sms(0)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+    return value
+
+
+def _outcomes(answers: Sequence[Any], codes: Sequence[int | None], seconds: Sequence[float]) -> list[Outcome]:
+    return [
+        Outcome(
+            value=None if isinstance(answer, Failure) else answer,
+            failure=answer if isinstance(answer, Failure) else None,
+            exit_code=code,
+            seconds=spent,
+        )
+        for answer, code, spent in zip(answers, codes, seconds, strict=True)
+    ]
+
+
+_joined = itertools.count()
+"""Default groups that this process made by :func:`join_anew`; the same on all ranks of a job."""
+
+
+def join_anew(backend: str, rank: int, world: int, **more: Any) -> None:
+    """Make a default group under a name of its own in the store, so that none meets what an earlier one left there.
+
+    Collective over the world.
+    """
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    tag = f"joined{next(_joined)}"
+    dist.init_process_group(backend, store=PrefixStore(tag, store), rank=rank, world_size=world, **more)
 
 
 def join_group(tag: str, *, timeout: float = 30.0) -> None:

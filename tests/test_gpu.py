@@ -13,9 +13,15 @@ pytestmark = pytest.mark.gpu
 WORLDS = [("deepep_v2", 1), ("deepep_v2", 2), ("deepep_v2", 4), ("deepep_v1", 2), ("deepep_v1", 4)]
 
 
-def on_gpus(world: int, job: Any, *args: Any, timeout: float = 240.0) -> list[Any]:
-    """What ``job`` returned on each rank; shows the first rank's failure."""
-    outcomes = Launch.fresh(world, job, *args, init=False, timeout=timeout, env=gpu_cases.ENVIRONMENT)
+def on_gpus(world: int, job: Any, *args: Any, timeout: float = 240.0, fresh: bool = False) -> list[Any]:
+    """What ``job`` returned on each rank; shows the first rank's failure.
+
+    ``fresh``: in processes of its own, for jobs that leave none usable.
+    """
+    if fresh:
+        outcomes = Launch.fresh(world, job, *args, init=False, timeout=timeout, env=gpu_cases.ENVIRONMENT)
+    else:
+        outcomes = Launch.kept(world, job, *args, timeout=timeout, env=gpu_cases.ENVIRONMENT)
     for rank, outcome in enumerate(outcomes):
         if outcome.failure is not None:
             pytest.fail(f"rank {rank}: {outcome.failure.type_name}: {outcome.failure.text}\n{outcome.failure.trace}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from typing import Any
 
@@ -9,9 +10,11 @@ import gpu_cases
 import gpu_faults
 import pytest
 from launch import Launch
-from test_gpu import on_gpus
+from test_gpu import on_gpus as on_gpus_kept
 
 pytestmark = pytest.mark.gpu
+
+on_gpus = functools.partial(on_gpus_kept, fresh=True)
 
 
 def test_disagreeing_ranks_raise_and_the_next_attempt_works() -> None:

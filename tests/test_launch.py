@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Launch, RankPool, RemoteError, join_group
+from launch import Launch, RankPool, RemoteError, join_anew, join_group
 
 
 def total(rank: int, world: int, amount: int) -> tuple[int, torch.Tensor]:
@@ -84,3 +84,26 @@ def test_fresh_reports_a_killed_rank() -> None:
 
 def test_fresh_ranks_can_make_their_own_group() -> None:
     assert [outcome.value for outcome in Launch.fresh(2, leave_and_join, init=False)] == [2, 2]
+
+
+def joined_sum(rank: int, world: int, fails: bool = False) -> tuple[int, int, str, str | None]:
+    if fails and rank:
+        raise ValueError("not this one")
+    left = os.environ.get("LEFT_BEHIND")
+    join_anew("gloo", rank, world)
+    value = torch.tensor([rank + 1])
+    dist.all_reduce(value)
+    os.environ["LEFT_BEHIND"] = "1"
+    return os.getpid(), int(value), os.environ["WANTED"], left
+
+
+def test_kept_processes_make_a_group_for_each_call() -> None:
+    first, second = ([one.value for one in Launch.kept(2, joined_sum, env={"WANTED": name})] for name in "ab")
+    assert [one[0] for one in first] == [one[0] for one in second]
+    assert [one[1:] for one in (*first, *second)] == [(3, "a", None)] * 2 + [(3, "b", None)] * 2
+    failed = Launch.kept(2, joined_sum, True, env={"WANTED": "c"}, timeout=5)
+    assert failed[1].failure is not None
+    assert failed[1].failure.isa(ValueError)
+    third = [one.value for one in Launch.kept(2, joined_sum, env={"WANTED": "d"})]
+    assert {one[0] for one in third}.isdisjoint(one[0] for one in first)
+    assert [one[1:] for one in third] == [(3, "d", None)] * 2

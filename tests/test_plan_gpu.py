@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_cases import ENVIRONMENT, E, H, K, M, join_nccl
-from launch import Launch
+from gpu_cases import E, H, K, M, join_nccl
+from test_gpu import on_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +60,7 @@ def job_sizes(rank: int, world: int) -> list[tuple[dict[str, Any], int, int]]:
 
 def job_rows(rank: int, world: int) -> tuple[int, int]:
     """Rows received over several dispatches, and tokens sent."""
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v2"
     join_nccl(rank, world)
     from megatron_moe_v2 import close_buffers, fused_dispatch, prepare_buffer
 
@@ -72,15 +74,6 @@ def job_rows(rank: int, world: int) -> tuple[int, int]:
     close_buffers()
     dist.destroy_process_group()
     return rows, calls * M
-
-
-def on_gpus(world: int, job: Any) -> list[Any]:
-    environ = {**ENVIRONMENT, "MCORE_DEEPEP_V2_BACKEND": "deepep_v2"}
-    outcomes = Launch.fresh(world, job, init=False, timeout=240.0, env=environ)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.failure is not None:
-            pytest.fail(f"rank {rank}: {outcome.failure.type_name}: {outcome.failure.text}\n{outcome.failure.trace}")
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -24,11 +24,12 @@ _GROUPS = 16
 _WARPS = 4
 
 
-def shape_of_program(packed: bool, by_column: bool) -> tuple[int, int, int]:
-    """Groups of a program that quantises, rows that they are of where scales of rows lie side by side, and warps."""
-    if by_column:
-        return 16, 8, 4
-    return (8, 1, 1) if packed else (8, 1, 2)
+def shape_of_program(by_column: bool) -> tuple[int, int, int]:
+    """Groups of a program that quantises, the rows that they are of, and its warps.
+
+    ``by_column``: scales of one group of adjacent rows lie side by side, and are written eight at once.
+    """
+    return 8, 8 if by_column else 1, 2
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def quantize(x: Tensor, data: Tensor, scales: Tensor) -> None:
     num_rows, hidden = x.shape
     groups, packed = data.shape[1] // 128, scales.dtype == torch.int32
     stored = 4 * scales.shape[1] if packed else groups
-    size, rows, warps = shape_of_program(packed, scales.stride(0) == 1 and scales.stride(1) != 1)
+    size, rows, warps = shape_of_program(scales.stride(0) == 1 and scales.stride(1) != 1)
     if num_rows:
         programs = triton.cdiv(num_rows, rows) * triton.cdiv(stored, size // rows)
         _quantize[(triton.cdiv(num_rows * stored, size) if rows == 1 else programs,)](
