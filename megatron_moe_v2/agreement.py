@@ -153,6 +153,8 @@ class _Event:
             self.store.set(self.key("verdict"), json.dumps(verdict))
         else:
             verdict = self.await_verdict(timeout)
+        if self.rank not in verdict.get("awaited", [self.rank]):
+            verdict["text"] += ". This rank came after that"
         if verdict["ok"]:
             self.forget()
         else:

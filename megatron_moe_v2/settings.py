@@ -223,6 +223,12 @@ def agreement_timeout(environ: Mapping[str, str] | None = None) -> float:
         return Settings.agree_secs
 
 
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with this package's prefix that nothing reads, each with the nearest that something does."""
+    names = [name for name in environ if name.startswith(PREFIX) and name not in _BY_NAME]
+    return {name: difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0] for name in names}
+
+
 def read(environ: Mapping[str, str] | None = None) -> Settings:
     """Read and check the environment.
 
@@ -230,10 +236,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         SettingsError: a value is not allowed; names the variable, the value and what is allowed.
     """
     environ = os.environ if environ is None else environ
-    for name in environ:
-        if name.startswith(PREFIX) and name not in _BY_NAME:
-            nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0]
-            logger.warning("%s is no setting of this package; did you mean %s?", name, nearest)
+    for name, nearest in unknown(environ).items():
+        logger.warning("%s is no setting of this package; did you mean %s?", name, nearest)
     values = {}
     for variable in VARIABLES:
         text = environ.get(variable.name, "").strip()

@@ -135,6 +135,7 @@ def test_a_missing_rank_is_named_and_may_come_later(ranks4: RankPool, missing: l
         assert failure.type_name == "MissingRankError"
         assert f"rank {', '.join(map(str, missing))}" in failure.text
         assert "roll call" in failure.text
+        assert ("This rank came after that" in failure.text) == (rank in missing)
         assert seconds < (0.9 if rank in missing else 4.5)
         assert attempts == 0
 

@@ -88,6 +88,13 @@ def test_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert [one["name"] for one in found if one["problem"]] == [f"{PREFIX}MAX_TOKENS_PER_RANK"]
 
 
+def test_a_misspelt_setting_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(f"{PREFIX}MAX_TOKENS", "4096")
+    assert main(["env", "--show"]) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith(f"nothing reads it; did you mean {PREFIX}MAX_TOKENS_PER_RANK?")
+
+
 @pytest.mark.parametrize("arguments", [[], ["ethernet"], ["ib", "--show"]], ids=["nothing", "unknown", "both"])
 def test_wrong_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..settings import DEEPEP_DEFAULTS, PREFIX, TUNE, VARIABLES, Settings, read
+from ..settings import DEEPEP_DEFAULTS, PREFIX, TUNE, VARIABLES, Settings, read, unknown
 
 __all__ = ["FABRICS", "Export", "effective", "main"]
 
@@ -212,7 +212,7 @@ def _written(value: Any, field: str) -> str:
 
 
 def effective(environ: Mapping[str, str]) -> list[Effective]:
-    """Every setting of this package, then the variables of others that it sets where they are unset."""
+    """Every setting of this package, the variables of others that it sets where they are unset, and names unknown."""
     found = []
     defaults = Settings()
     for variable in VARIABLES:
@@ -233,6 +233,9 @@ def effective(environ: Mapping[str, str]) -> list[Effective]:
             found.append(Effective(name=name, value=value, origin="set by this package when DeepEP V2 is used"))
         else:
             found.append(Effective(name=name, value="(unset)", origin=f"unset, and {PREFIX}SET_ENV=0"))
+    for name, nearest in unknown(environ).items():
+        problem = f"nothing reads it; did you mean {nearest}?"
+        found.append(Effective(name=name, value=environ[name], origin="environment", problem=problem))
     return found
 
 
@@ -242,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
         prog="megatron-moe-v2 env",
         description='Lines to export for a fabric, with reasons as comments: eval "$(megatron-moe-v2 env nvlink)". '
         "With --show the settings in force, and where each came from.",
-        epilog="Exit status: 0, 1 if a setting in force is not allowed, 2 wrong usage.",
+        epilog="Exit status: 0, 1 if a setting in force is not allowed or not known, 2 wrong usage.",
     )
     parser.add_argument("fabric", nargs="?", choices=FABRICS, metavar="FABRIC", help=f"one of {', '.join(FABRICS)}")
     parser.add_argument("--show", action="store_true", help="settings in force and their origin")

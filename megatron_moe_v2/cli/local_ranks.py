@@ -37,7 +37,8 @@ def joined(device: str, **meeting: Any) -> Iterator[torch.device]:
     local_ranks = meeting.get("world_size") or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(meeting["rank"] if "rank" in meeting else os.environ.get("LOCAL_RANK", "0"))
     on_cuda = device == "cuda" or (device == "auto" and local_ranks <= torch.cuda.device_count())
-    place = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
+    # Ranks may share a GPU where "cuda" is asked for.
+    place = torch.device("cuda", local_rank % torch.cuda.device_count()) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(place)
     torch.set_num_threads(max(1, num_cores() // local_ranks))
