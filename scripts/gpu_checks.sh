@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# All that docs/gpu_results.md holds, on one GPU host with the real DeepEP: tests and measurements, each with a limit.
+#
+#   bash scripts/gpu_checks.sh [FOLDER]     # results go to FOLDER (gpu_checks)
+#   SECONDS_LEFT=600 PARTS=checks bash scripts/gpu_checks.sh    # no longer than that, without the timings
+#
+# Timings come first, alone on their GPUs; then tests, several at once on each GPU. With one GPU the measurements of two
+# ranks are left out.
+set -u
+cd "$(dirname "$0")/.." || exit
+out=${1:-gpu_checks}
+mkdir -p "$out"
+limit=${SECONDS_LEFT:-900}
+gpus=$(nvidia-smi -L | wc -l)
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" NCCL_MULTI_RANK_GPU_ENABLE=1 EP_DISABLE_GIN=1
+pytest=(python3 -m pytest --noconftest -q -s -p no:cacheprovider)
+two=(python3 -m torch.distributed.run --standalone --nproc-per-node 2)
+
+# run SECONDS NAME COMMAND...: into NAME.txt, within what is left of the whole
+run() {
+    local most=$1 file=$out/$2.txt left=$((limit - SECONDS)) begin=$SECONDS
+    shift 2
+    if [ "$left" -lt 10 ]; then echo "[no time left for: $*]" >"$file"; return; fi
+    timeout "$((left < most ? left : most))" "$@" >"$file" 2>&1
+    echo "[status $? after $((SECONDS - begin)) s: $*]" >>"$file"
+}
+
+on() { export CUDA_VISIBLE_DEVICES=$1; }
+small() {
+    export MCORE_DEEPEP_V2_MODE=direct MCORE_DEEPEP_V2_NUM_SMS=8 MCORE_DEEPEP_V2_NUM_QPS=17
+    export MCORE_DEEPEP_V2_CPU_TIMEOUT_SECS=20 MCORE_DEEPEP_V2_GPU_TIMEOUT_SECS=20 MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK=512
+}
+
+last=$((gpus - 1))
+timings() {
+    if [ "$gpus" -gt 1 ]; then (
+        on 0,1
+        export MCORE_DEEPEP_V2_MODE=direct MCORE_DEEPEP_V2_NUM_SMS=tune
+        run 90 layouts2 "${two[@]}" scripts/gpu_layouts.py
+        for shape in 0 1; do
+            run 90 "megatron2-$shape" "${two[@]}" scripts/gpu_megatron.py --shape "$shape" --seconds 85
+        done
+        export MCORE_DEEPEP_V2_NUM_SMS=24
+        run 120 fp8_dispatch2 "${two[@]}" scripts/gpu_fp8_dispatch.py
+        run 90 bench2 "${two[@]}" -m megatron_moe_v2 bench --device cuda --tokens 4096 --experts 128 --report "$out/bench2.md"
+    ); fi
+    (on 0; run 70 layouts1 python3 scripts/gpu_layouts.py --profile; run 40 doctor python3 -m megatron_moe_v2 doctor) &
+    [ "$gpus" -gt 1 ] || wait
+    (
+        on "$last"
+        run 60 fp8_slabs python3 scripts/gpu_fp8_slabs.py
+        run 120 fp8_dispatch1 python3 scripts/gpu_fp8_dispatch.py
+        for shape in 0 1; do
+            run 90 "megatron1-$shape" python3 scripts/gpu_megatron.py --shape "$shape" --seconds 85
+        done
+    ) &
+    wait
+}
+
+checks() {
+    (on 0; run 200 sleep "${pytest[@]}" tests/test_gpu_sleep.py) # its memory is the device's: nothing else on this GPU
+    (on 0; run 400 gpu "${pytest[@]}" tests/test_gpu.py) &
+    (on 0; run 400 graphs "${pytest[@]}" tests/test_gpu_graphs.py tests/test_gpu_fp8.py) &
+    (on "$last"; run 400 faults "${pytest[@]}" tests/test_gpu_faults.py) &
+    (on "$last"; run 400 fp8 "${pytest[@]}" tests/test_gpu_fp8_dispatch.py) &
+    (on "$last"; run 300 tools "${pytest[@]}" -m gpu tests/test_plan_gpu.py tests/test_telemetry.py tests/test_bench_report.py tests/test_kernels.py) &
+    (on 0; run 400 megatron "${pytest[@]}" -m "gpu and megatron" tests/test_gpu_megatron.py) &
+    (on 0; small; for ranks in 1 2 4; do
+        run 90 "validate-$ranks" python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" examples/validate.py \
+            --expect-backend deepep_v2 --hidden 1024 --experts 32 --steps 10 --timeout 80
+    done) &
+    wait
+}
+
+for part in ${PARTS:-timings checks}; do "$part"; done
+tail -qn 1 "$out"/*.txt
