@@ -16,48 +16,35 @@ from .communication import Call, DispatchHandle
 from .errors import BufferClosedError, CaptureError, HandleError, InputError, LimitError, MoEError
 from .fp8 import ScaleFormat
 from .fp8_wire import buffer_hidden, check_gradient, check_options, check_tokens
-from .pool import Ceiling, pool
+from .pool import Ceiling, pool, typed
 from .recompute import RoutingLayout
 from .settings import agreement_timeout, name_of
 from .telemetry import ExpertLoadStats
 
-__all__ = ["Layout", "call_of", "check_each", "check_handle", "compare", "refuse_check_in_capture"]
+__all__ = ["Layout", "check_each", "check_handle", "compare", "key_of", "refuse_check_in_capture", "resolve"]
 
 Layout = Literal["token", "expert"]
 
 
-def call_of(group: dist.ProcessGroup, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> Call:
-    """The call of a dispatch, its arguments checked. Collective over the group where there is no buffer for it yet.
+def key_of(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that :func:`resolve` checks but what each call brings anew; None where something is wrong with that.
 
-    Args:
-        options: as :func:`_resolve` takes them.
+    ``pool.calls`` holds by it the calls that succeeded.
     """
-    key = _key(group, x, idx, weights, options)
-    call: Call | None = pool.recall(key)
-    if call is None:
-        call = _resolve(group, x, idx, weights, *options)
-        if key is not None:
-            pool.calls[key] = call
-    return call
-
-
-def _key(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that :func:`_resolve` checks but what each call brings anew; None where something is wrong with that."""
     try:
         num_tokens, hidden = x.shape
         shape, device = idx.shape, x.device
         if shape[0] != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
             return None
-        dequantize, fp8_backward = options[-2:]
-        kinds = x.dtype, idx.dtype, weights.dtype, dequantize.__class__, fp8_backward.__class__  # 1 equals True
+        kinds = x.dtype, idx.dtype, weights.dtype, *map(type, options)  # 8 equals 8.0, and 1 True
         key = (group, hidden, device, shape[1], len(shape), kinds, options)
         hash(key)
-    except (AttributeError, IndexError, TypeError, ValueError):
+    except Exception:  # whatever it is, the checks find it, and tell the other ranks
         return None
     return key
 
 
-def _resolve(
+def resolve(
     group: dist.ProcessGroup,
     x: Tensor,
     idx: Tensor,
@@ -75,6 +62,9 @@ def _resolve(
 ) -> Call:
     """Check the arguments of a dispatch and find its buffer. Collective over the group where there is none yet."""
     try:
+        for name, number in (("num_experts", num_experts), ("expert_alignment", expert_alignment)):
+            if not isinstance(number, int):
+                raise InputError(name, got=repr(number), expected="an integer")
         _check_tensors(x, idx, weights, layout, expert_alignment)
         if fp8 is not None or dequantize is not True or fp8_backward is not False:
             check_options(fp8, dequantize, fp8_backward)
@@ -109,8 +99,12 @@ def check_each(
     layout_cache: RoutingLayout | None,
     load_stats: ExpertLoadStats | None,
 ) -> Call:
-    """What can be wrong with a call whose sizes and options are right; it, counted. Collective over the group."""
-    entry, failure, repeats = call.entry, None, False
+    """The call, counted where ``load_stats`` are given. Raises what can be wrong though sizes and options are right.
+
+    Collective over the group.
+    """
+    entry, repeats = call.entry, False
+    failure: MoEError | None = None
     if entry.check:
         refuse_check_in_capture(x)
     try:
@@ -122,12 +116,13 @@ def check_each(
         if load_stats is not None:
             _check_load_stats(load_stats, call.num_experts, entry.group, x)
             call = call.counted_by(load_stats)
-    except MoEError as error:
-        failure = error
-    if call.fp8 is not None:
-        failure = failure or _fp8_limit(call, x)
+        if call.fp8 is not None:
+            failure = failure or _fp8_limit(call, x)
+        if entry.check:
+            failure = failure or _index_error(idx, call.num_experts)
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        failure = typed(error, "dispatch")
     if entry.check:
-        failure = failure or _index_error(idx, call.num_experts)
         compare("dispatch", call, x, weights, repeats=repeats, failure=failure)
     elif failure is not None:
         entry.fail("dispatch", failure)

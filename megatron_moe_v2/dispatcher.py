@@ -23,7 +23,7 @@ from .fp8 import QuantizedRows, ScaleFormat
 from .fp8_wire import check_options
 from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, group_quantized, sum_over_experts
-from .pool import Ceiling, Group, pool, resolve_group
+from .pool import Ceiling, Group, pool, resolve_group, typed
 from .recompute import RoutingLayout
 from .telemetry import ExpertLoadStats
 
@@ -129,10 +129,12 @@ class FlexTokenDispatcher:
         expert = self.layout == "expert"
         fp8 = self.fp8 if expert or self.fp8 is None else replace(self.fp8, column_major=False)
         try:
+            try:
+                flat = _flat(x), _flat(topk_idx), _flat(topk_weights)
+            except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+                pool.fail(self.group, "dispatch", error)
             recv_x, recv_idx, recv_weights, counts, handle = fused_dispatch(
-                _flat(x),
-                _flat(topk_idx),
-                _flat(topk_weights),
+                *flat,
                 self.num_experts,
                 self.group,
                 self.async_finish,
@@ -196,13 +198,16 @@ class FlexTokenDispatcher:
             if probs.shape != mask.shape or probs.shape[-1] != self.num_experts:
                 shapes = [list(probs.shape), list(mask.shape)]
                 raise InputError("probs and mask", got=shapes, expected=f"both [..., {self.num_experts}]")
-        except InputError as error:
-            pool.fail(self.group, "dispatch", self._named(error))
-        rank_by = probs.detach().masked_fill(~mask.bool(), float("-inf"))
-        score, topk_idx = rank_by.topk(self.num_topk, dim=-1)
-        topk_weights = probs.gather(-1, topk_idx)
-        unselected = score == float("-inf")
-        return self.dispatch(x, topk_idx.masked_fill(unselected, -1), topk_weights.masked_fill(unselected, 0))
+            if not probs.dtype.is_floating_point:
+                raise InputError("probs", got=probs.dtype, expected="a floating dtype")
+            rank_by = probs.detach().masked_fill(~mask.bool(), float("-inf"))
+            score, topk_idx = rank_by.topk(self.num_topk, dim=-1)
+            unselected = score == float("-inf")
+            topk_weights = probs.gather(-1, topk_idx).masked_fill(unselected, 0)
+            topk_idx = topk_idx.masked_fill(unselected, -1)
+        except Exception as error:  # as above
+            pool.fail(self.group, "dispatch", self._named(typed(error, "dispatch")))
+        return self.dispatch(x, topk_idx, topk_weights)
 
     def _most_slots(self, handle: DispatchHandle) -> int:
         """P for whatever arrives: every received row at as many experts as it can select here."""
@@ -230,12 +235,12 @@ class FlexTokenDispatcher:
         try:
             try:
                 _check_output(expert_output, dispatched)
-            except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+                if apply_weights:
+                    expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
+                if dispatched.slots is not None:
+                    expert_output = sum_over_experts(expert_output, dispatched.slots)
+            except Exception as error:  # as above
                 pool.fail(self.group, "combine", error)
-            if apply_weights:
-                expert_output = expert_output * dispatched.weights[:, None].to(expert_output.dtype)
-            if dispatched.slots is not None:
-                expert_output = sum_over_experts(expert_output, dispatched.slots)
             combined, _ = fused_combine(
                 expert_output, self.group, dispatched.handle, self.async_finish, self.allocate_on_comm_stream
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .autograd import FusedCombine, FusedDispatch, as_delivered
-from .call_checks import Layout, call_of, check_each, check_handle, compare, refuse_check_in_capture
+from .call_checks import Layout, check_each, check_handle, compare, key_of, refuse_check_in_capture, resolve
 from .communication import DispatchHandle
 from .errors import BufferClosedError, InputError
 from .fp8 import ScaleFormat
@@ -208,13 +208,19 @@ def fused_dispatch(
         dequantize,
         fp8_backward,
     )
-    call = call_of(group, x, token_indices, token_probs, options)
+    key = key_of(group, x, token_indices, token_probs, options)
+    known = pool.recall(key)
+    call = made = known or resolve(group, x, token_indices, token_probs, *options)
     if layout_cache is not None or load_stats is not None or fp8 is not None or call.entry.check:
         call = check_each(call, x, token_indices, token_probs, layout_cache, load_stats)
-    if not wait:
-        return launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
-    returned = FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call]
-    return as_delivered(returned)
+    if wait:
+        returned = FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call]
+        delivered: Any = as_delivered(returned)
+    else:
+        delivered = launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
+    if known is None and key is not None:
+        pool.calls[key] = made
+    return delivered
 
 
 @overload

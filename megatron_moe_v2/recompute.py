@@ -65,7 +65,7 @@ class RoutingLayout:
             )
         if not compare:
             return None
-        differs = (kept.clamp_min(-1) != topk_idx.clamp_min(-1)).any(1)
+        differs = (kept.clamp_min(-1) != topk_idx.long().clamp_min(-1)).any(1)
         if not bool(differs.any()):
             return None
         token = int(differs.nonzero()[0])

@@ -100,7 +100,7 @@ class ExpertLoadStats:
             ``first_expert`` of this rank, ``tokens_per_expert`` (L numbers), ``tokens`` (their sum) and ``imbalance``
             (largest over mean; 1.0 where nothing was received). ``global`` holds ``tokens_per_expert`` (E numbers),
             ``tokens``, ``imbalance``, and ``rank_imbalance``, the same of the ranks' sums. A token counts once for each
-            expert that it selects. A dispatch with ``wait=False`` counts once it was waited for.
+            expert that it selects. A dispatch with ``wait=False`` is counted when it was waited for, or before.
         """
         self._carry_over()
         found: dict[str, Any] = {"first_expert": self.group.rank() * self.num_local_experts}

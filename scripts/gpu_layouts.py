@@ -169,7 +169,7 @@ def kernels(step: Step, rounds: int = 7) -> tuple[float, int]:
     """
     found = [_kernels_of_one(step) for _ in range(rounds)]
     typical = min if dist.get_world_size() > 1 else statistics.median
-    times = [typical(sum(one[name]) for one in found) for name in set().union(*found)]
+    times = [typical(sum(one[name]) for one in found if name in one) for name in set().union(*found)]
     return sum(times) / 1e3, sum(len(times) for times in found[0].values())
 
 

@@ -251,7 +251,7 @@ class Clock:
         """
         found = [self._kernels_of_one(step) for _ in range(PROFILED)]
         typical = min if self.group is not None else statistics.median
-        return Counter({name: typical(one[name] for one in found) for name in set().union(*found)})
+        return Counter({name: typical(one[name] for one in found if name in one) for name in set().union(*found)})
 
     def _kernels_of_one(self, step: Step) -> Counter[str]:
         self.together()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,8 @@ def inputs(rows: int = 3, hidden: int = 8, topk: int = 2) -> dict[str, Any]:
 
 
 def dispatch(arguments: dict[str, Any] | None = None, **options: Any) -> Any:
-    return fused_dispatch(
-        **(inputs() if arguments is None else arguments), num_experts=NUM_EXPERTS, group=None, **options
-    )
+    options = {"num_experts": NUM_EXPERTS, "group": None} | options
+    return fused_dispatch(**(inputs() if arguments is None else arguments), **options)
 
 
 def good_step(**options: Any) -> None:
@@ -59,6 +59,12 @@ def check(outcomes: list[Seen], kind: str, *parts: str) -> None:
         assert seconds < LIMIT
 
 
+def _nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(1, 8)])  # its shape cannot be asked for
+
+
 def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[], Any]]]:
     """Error and call; the call is wrong where ``bad``."""
 
@@ -80,6 +86,12 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
         "index out of range": ("InputError", other("token_indices", idx + 9)),
         "an unknown layout": ("InputError", lambda: dispatch(layout="rows" if bad else "token")),
         "alignment in the token layout": ("InputError", lambda: dispatch(expert_alignment=8 if bad else 1)),
+        "alignment as a float": ("InputError", lambda: dispatch(layout="expert", expert_alignment=4.0 if bad else 4)),
+        "experts as a float": ("InputError", lambda: dispatch(num_experts=12.0 if bad else 12)),
+        "a nested x": ("InputError", other("x", _nested())),
+        "indices of three dimensions": ("InputError", other("token_indices", idx[..., None])),
+        "indices on another device": ("InputError", other("token_indices", idx.to("meta"))),
+        "weights on another device": ("InputError", other("token_probs", torch.ones(3, 2, device="meta"))),
         "alignment 0": ("InputError", lambda: dispatch(layout="expert", expert_alignment=0 if bad else 4)),
         "rows above the ceiling": ("CapacityError", lambda: dispatch(inputs(rows=CEILING + 1 if bad else 3))),
         "another layout": ("RankMismatchError", lambda: dispatch(layout="expert" if bad else "token")),

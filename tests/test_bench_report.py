@@ -94,6 +94,14 @@ def test_default_has_nothing_beside_and_a_page_of_html(ranks1: RankPool, tmp_pat
     assert "EmbeddedElasticBuffer" in text
 
 
+def test_float64_beside_the_buffer_s_own_calls(ranks1: RankPool, tmp_path: Path) -> None:
+    target = tmp_path / "lines"
+    ranks1.run(job_bench, ["--dtype", "fp64", "--beside", "raw", "--json", str(target)])
+    _, *found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert {one["wrong_values"] for one in found} == {0}
+    assert "raw-token" in {one["dispatcher"] for one in found}
+
+
 def job_faults(rank: int, world: int) -> dict[str, Any]:
     """Wrong values that the oracle counts in each subject's step, sound and with one value of each output changed."""
     group = dist.group.WORLD
@@ -154,6 +162,7 @@ def test_what_is_measured_beside(backend: str, hidden: int, wanted: list[str] | 
         (["--sweep-hidden", "0"], "--sweep-hidden"),
         (["--report", "page.pdf"], ".html, .md"),
         (["--report", "/no/such/folder/page.md"], "/no/such/folder"),
+        (["--json", "/no/such/folder/lines"], "/no/such/folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -219,3 +228,13 @@ def test_on_gpus(world: int, tmp_path: Path) -> None:
         assert {one["dispatcher"] for one in found} == {*LAYOUTS, *BESIDE, PLAIN, PLAIN_KEPT}
         assert {one["wrong_values"] for one in found} == {0}
     assert page.read_text().count("<svg") == len(PHASES) + 1
+
+
+def test_a_sweep_shows_what_was_not_measured() -> None:
+    common = {"over": "hidden", "tokens": 4, "p50_us": 1000.0}
+    found = [
+        {**common, "hidden": 256, "dispatcher": "expert"},
+        {**common, "hidden": 256, "dispatcher": "raw-expert"},
+        {**common, "hidden": 200, "dispatcher": "expert"},
+    ]
+    assert tables.sweep_table(found).splitlines()[-1].split() == ["200", "1.00", "-", "250.00", "-"]

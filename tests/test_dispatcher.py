@@ -336,6 +336,13 @@ def test_bad_construction_is_typed(ranks2: RankPool) -> None:
         assert {name: f.type_name for name, f in failures.items()} == {name: kind for name, (kind, _) in BAD.items()}
 
 
+class _NoProduct(Tensor):
+    """Rows for whose product with the weights there is no memory."""
+
+    def __mul__(self, other: Any) -> Any:
+        raise torch.OutOfMemoryError("made up")
+
+
 def call_errors(rank: int, world: int, scene: Scene, bad_rank: int) -> dict[str, Failure | None]:
     """What each wrong call of one rank raises here, and whether a good call works after it."""
     layer, failures = Layer(scene), {}
@@ -350,7 +357,8 @@ def call_errors(rank: int, world: int, scene: Scene, bad_rank: int) -> dict[str,
             return dispatcher.dispatch(x, idx, weights)
 
         dispatched = good()
-        more = torch.cat([dispatched.tokens, dispatched.tokens[:1] if bad else dispatched.tokens[:0]])
+        rows = dispatched.tokens
+        more = torch.cat([rows, rows[:1] if bad else rows[:0]])
         calls = {
             "too many rows": lambda: dispatcher.dispatch(
                 *(part.repeat(9, 1) if bad else part for part in (x, idx, weights))
@@ -358,6 +366,13 @@ def call_errors(rank: int, world: int, scene: Scene, bad_rank: int) -> dict[str,
             "integer tokens": lambda: dispatcher.dispatch(x.long() if bad else x, idx, weights),
             "fewer weights": lambda: dispatcher.dispatch(x, idx, weights[:, :1] if bad else weights),
             "mask of another shape": lambda: dispatcher.dispatch_dense(x, probs, mask[:, :1] if bad else mask),
+            "integer probabilities": lambda: dispatcher.dispatch_dense(x, probs.long() if bad else probs, mask),
+            "sparse tokens": lambda: dispatcher.dispatch(
+                torch.ones(1, 2, 3).to_sparse() if bad else x[None], idx[None], weights[None]
+            ),
+            "no memory for the weighting": lambda: dispatcher.combine(
+                rows.as_subclass(_NoProduct) if bad else rows, dispatched
+            ),
             "rows of combine": lambda: dispatcher.combine(more, dispatched),
             "rows of combine, weights applied": lambda: dispatcher.combine(more, dispatched, apply_weights=False),
             "no top-k": lambda: unsized.dispatch_dense(x, probs, mask),
@@ -380,6 +395,9 @@ def test_errors_reach_all_ranks_and_carry_the_name(ranks2: RankPool, layout: str
         "integer tokens": ("InputError", "layer 3"),
         "fewer weights": ("InputError", "layer 3"),
         "mask of another shape": ("InputError", "layer 3"),
+        "integer probabilities": ("InputError", "layer 3"),
+        "sparse tokens": ("InputError", "layer 3"),
+        "no memory for the weighting": ("InputError", "layer 3"),
         "rows of combine": ("MoEError", "layer 3"),
         "rows of combine, weights applied": ("MoEError", "layer 3"),
         "no top-k": ("InputError", "layer 4"),

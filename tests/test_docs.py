@@ -348,6 +348,8 @@ def test_architecture_names_modules_that_exist() -> None:
     package = {path.name for path in (ROOT / "megatron_moe_v2").rglob("*.py")}
     named = {Path(name).name for name in re.findall(r"[\w/]+\.py", (DOCS / "architecture.md").read_text())}
     assert not [name for name in named - package if not list(ROOT.glob(f"*/{name}"))]
+    top = {path.name for path in (ROOT / "megatron_moe_v2").glob("[!_]*.py")}
+    assert not top - named, "modules that the page does not name"
 
 
 # ------------------------------------------------------------------------------------------------ lists and pictures

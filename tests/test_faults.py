@@ -117,11 +117,14 @@ LATER = list(bad_calls(False, Launch))
 
 
 def bad_call(rank: int, world: int, bad_rank: int, name: str, first: bool, checked: bool) -> list[Seen]:
-    """The call, then a good one; ``first``: no buffer was built before it."""
+    """The call, then the same made right; unless it is the ``first``, that was made before too."""
     with buffers(CHECK=int(checked)):
         handle = None if first else dispatch()[-1]
+        if not first:
+            bad_calls(False, handle)[name][1]()
         seen = attempt(bad_calls(rank == bad_rank, handle)[name][1])
         good_step()
+        bad_calls(False, handle)[name][1]()
     return [seen]
 
 
@@ -228,6 +231,9 @@ def checked_indices(rank: int, world: int) -> dict[str, Seen]:
             idx = torch.tensor(rows if rank == 1 else [[0, 1], [1, 2], [2, 3]])
             seen[name] = attempt(lambda idx=idx: dispatch(inputs() | {"token_indices": idx}))
             good_step()
+        kind = torch.uint16 if rank == 1 else torch.int64  # which cannot be sorted
+        seen["uint16"] = attempt(lambda: dispatch(inputs() | {"token_indices": inputs()["token_indices"].to(kind)}))
+        good_step()
     return seen
 
 
@@ -236,6 +242,7 @@ def test_indices_are_checked_when_asked(ranks2: RankPool) -> None:
     assert [seen["none"][0] for seen in outcomes] == [None, None]
     check([seen["out of range"] for seen in outcomes], "InputError", "token 1", "[2, 12]")
     check([seen["twice"] for seen in outcomes], "InputError", "token 2", "[3, 3]")
+    check([seen["uint16"] for seen in outcomes], "InputError")
 
 
 # A rank without rows whose loss is the sum that the README recommends.

@@ -188,6 +188,7 @@ def misused(rank: int, world: int, check: int) -> dict[str, Any]:
         changed = idx.clone()
         if rank == 1:
             changed[1, 1] = 0
+        seen["same"] = raised_by(lambda: dispatcher.dispatch(x, idx.to(torch.uint8), weights, layout_cache=kept))
         if check:
             seen["router"] = raised_by(lambda: dispatcher.dispatch(x, changed, weights, layout_cache=kept))
         rows = 2 if rank == 1 else 3
@@ -199,6 +200,7 @@ def misused(rank: int, world: int, check: int) -> dict[str, Any]:
 @pytest.mark.parametrize("check", [0, 1])
 def test_a_kept_layout_that_does_not_fit_raises_on_every_rank(ranks2: RankPool, check: int) -> None:
     for seen in ranks2.run(misused, check):
+        assert seen["same"] is None
         assert seen["rows"].type_name == "HandleError"
         assert "got [2, 2], expected [3, 2]" in seen["rows"].text
         assert seen["layout"].type_name == "HandleError"

@@ -60,9 +60,14 @@ def _report(text: str) -> Path:
     path = Path(text)
     if path.suffix not in report.SUFFIXES:
         raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(report.SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    _writable(text)
     return path
+
+
+def _writable(text: str) -> str:
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
+    return text
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -96,7 +101,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--sweep-hidden", type=_sizes, default=[], metavar="LIST", help="the same over hidden sizes")
     add("--sweep-topk", type=_sizes, default=[], metavar="LIST", help="the same over top-k")
     add("--report", type=_report, metavar="FILE", help="also write a page with charts: FILE.html or FILE.md")
-    add("--json", metavar="FILE", help="also write JSON lines; with - to standard output, and tables to standard error")
+    add(
+        "--json",
+        type=_writable,
+        metavar="FILE",
+        help="also write JSON lines; with - to standard output, and tables to standard error",
+    )
     args = parser.parse_args(argv)
     world = local_ranks.launched()
     if world is not None and args.ranks not in (None, world):

@@ -74,8 +74,11 @@ class _RawCalls:
         }
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> _Dispatched:
+        x, weights = x.detach(), weights.detach()
+        if x.dtype is torch.float64:
+            weights = weights.double()
         tokens, local_idx, received, handle, _ = self.raw.dispatch(
-            x.detach(), topk_idx=topk_idx.to(self.topk_idx_dtype), topk_weights=weights.detach(), **self.sizes
+            x, topk_idx=topk_idx.to(self.topk_idx_dtype), topk_weights=weights, **self.sizes
         )
         return _Dispatched(
             tokens=tokens,

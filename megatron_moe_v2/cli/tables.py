@@ -213,8 +213,8 @@ def sweep_table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
         [
             f"{size:,}",
-            *(f"{time[size, name] / 1e3:.2f}" for name in names),
-            *(f"{time[size, name] / num_tokens:.2f}" for name in names),
+            *(f"{time[size, name] / 1e3:.2f}" if (size, name) in time else "-" for name in names),
+            *(f"{time[size, name] / num_tokens:.2f}" if (size, name) in time else "-" for name in names),
         ]
         for size, num_tokens in sizes.items()
     ]
