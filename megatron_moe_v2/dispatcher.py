@@ -263,7 +263,7 @@ def _check_output(expert_output: Tensor, dispatched: Dispatched) -> None:
     rows, device = dispatched.weights.shape[0], dispatched.weights.device
     if not isinstance(expert_output, Tensor) or expert_output.dim() != 2 or expert_output.shape[0] != rows:
         got = list(expert_output.shape) if isinstance(expert_output, Tensor) else type(expert_output).__name__
-        raise InputError("expert_output", got=got, expected=f"[{rows}, H]")
+        raise InputError("expert_output", got=got, expected=f"[{rows}, H], a row for each of dispatched.tokens")
     dtype = expert_output.dtype
     if dtype not in _ROW_DTYPES or expert_output.device != device or expert_output.layout is not torch.strided:
         kind = dtype, expert_output.device, expert_output.layout

@@ -23,7 +23,7 @@ from .heartbeat import heartbeat
 from .pooled import BufferSpec, PooledBuffer
 from .probe import probe
 from .ranges import ranges
-from .settings import VARIABLES, Settings, agreement_timeout, read, set_deepep_defaults, snapshot
+from .settings import VARIABLES, Settings, agreement_timeout, name_of, read, set_deepep_defaults, snapshot
 from .watchdog import watchdog
 
 __all__ = [
@@ -204,9 +204,11 @@ class BufferPool:
             precheck_of(backend)(**asdict(spec))
             facts = {
                 "backend": backend.name,
-                "spec": asdict(spec),
+                "spec": {_named(name): value for name, value in asdict(spec).items()},
                 "versions": {"torch": torch.__version__, **backend.versions},
-                "settings": {name: value for name, value in settings.as_dict().items() if name not in _NOT_COMPARED},
+                "settings": {
+                    name_of(name): value for name, value in settings.as_dict().items() if name not in _NOT_COMPARED
+                },
             }
             proposal = {"num_sms": settings.num_sms or num_sms or self.wished_num_sms}
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -288,6 +290,21 @@ def typed(error: Exception, operation: str) -> MoEError:
 
 _NOT_COMPARED = ("agree_secs", "nvtx", "max_tokens_per_rank", "decode_max_tokens_per_rank", "hidden", "num_topk")
 """Settings that may differ between ranks: a time-out, ranges for a profiler, and what the spec holds as it came out."""
+
+
+_VARIABLES = {
+    "num_max_tokens_per_rank": "max_tokens_per_rank",
+    "allow_hybrid_mode": "mode",
+    "num_allocated_qps": "num_qps",
+    "num_cpu_timeout_secs": "cpu_timeout_secs",
+    "num_gpu_timeout_secs": "gpu_timeout_secs",
+} | {name: name for name in ("hidden", "num_topk", "deterministic")}
+"""Field of a specification to the setting that it comes from where no argument says it."""
+
+
+def _named(field: str) -> str:
+    """A field of a specification, with the variable to set."""
+    return f"{field} ({name_of(_VARIABLES[field])})" if field in _VARIABLES else field
 
 
 def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool) -> BufferSpec:

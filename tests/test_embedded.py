@@ -149,6 +149,27 @@ def test_dispatch_moves_bits_and_combine_starts_at_plus_zero(ranks: RankPool, ex
             assert not bool(combined.signbit().any())
 
 
+def odd_sizes(rank: int, world: int, dtype: torch.dtype, expand: bool) -> list[int]:
+    """Hidden sizes at which tokens do not come back as often as they were sent."""
+    from embedded_cases import buffer_of
+
+    wrong = []
+    for hidden in (1, 3, 4, 7, 255):
+        buffer = buffer_of(hidden=255)
+        x = torch.arange(1, 1 + 2 * hidden).view(2, hidden).remainder(7).to(dtype)
+        idx = torch.arange(world).repeat(2, 1)
+        rows, _, _, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=world, do_expand=expand)
+        if not torch.equal(buffer.combine(rows, handle)[0], world * x):
+            wrong.append(hidden)
+    return wrong
+
+
+@pytest.mark.parametrize("expand", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_hidden_size_travels(ranks2: RankPool, dtype: torch.dtype, expand: bool) -> None:
+    assert ranks2.run(odd_sizes, dtype, expand) == [[], []]
+
+
 def orders(rank: int, world: int, expand: bool, deterministic: bool) -> list[list[int]]:
     """First feature of the received rows in four equal dispatches of one adversarial buffer."""
     from embedded_cases import buffer_of

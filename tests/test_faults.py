@@ -29,12 +29,16 @@ def _failing_constructor() -> Any:
 # What is set on one rank alone, the error's type, and what its text must hold on every rank.
 ENVIRONMENTS: dict[str, tuple[dict[str, object], str, list[str]]] = {
     "another ceiling": ({"MAX_TOKENS_PER_RANK": 16}, "RankMismatchError", ["12", "16", "rank 0: ", "rank 1: "]),
-    "another hidden size": ({"HIDDEN": 32}, "RankMismatchError", ["spec.hidden=8", "spec.hidden=32", "rank 0: "]),
-    "another top-k": ({"NUM_TOPK": 8}, "RankMismatchError", ["spec.num_topk=2", "spec.num_topk=8"]),
-    "another backend": ({"BACKEND": "embedded"}, "RankMismatchError", ["backend=auto", "backend=embedded"]),
+    "another hidden size": (
+        {"HIDDEN": 32},
+        "RankMismatchError",
+        [f"spec.hidden ({PREFIX}HIDDEN)=8", f"{PREFIX}HIDDEN)=32", "rank 0: "],
+    ),
+    "another top-k": ({"NUM_TOPK": 8}, "RankMismatchError", [f"{PREFIX}NUM_TOPK)=2", f"{PREFIX}NUM_TOPK)=8"]),
+    "another backend": ({"BACKEND": "embedded"}, "RankMismatchError", ["BACKEND=auto", "BACKEND=embedded"]),
     "a backend that is missing": ({"BACKEND": "deepep_v2"}, "BackendError", [f"{PREFIX}BACKEND=deepep_v2"]),
-    "another topology": ({"MODE": "direct"}, "RankMismatchError", ["mode=direct", "mode=hybrid"]),
-    "checks": ({"CHECK": 1}, "RankMismatchError", ["settings.check=True", "settings.check=False"]),
+    "another topology": ({"MODE": "direct"}, "RankMismatchError", ["MODE=direct", "MODE=hybrid"]),
+    "checks": ({"CHECK": 1}, "RankMismatchError", [f"settings.{PREFIX}CHECK=True", f"{PREFIX}CHECK=False"]),
     "a bad number": ({"HIDDEN": "wide"}, "SettingsError", [f"{PREFIX}HIDDEN", "'wide'", "an integer from 0"]),
     "a bad choice": ({"BACKEND": "nccl"}, "SettingsError", [f"{PREFIX}BACKEND", "'nccl'", "auto, deepep_v2"]),
     "a bad time-out": ({"AGREE_SECS": "soon"}, "SettingsError", [f"{PREFIX}AGREE_SECS", "'soon'"]),

@@ -107,8 +107,9 @@ def check_rows(num_tokens: int, ceiling: int) -> None:
             "rows of x in one call",
             got=num_tokens,
             expected=f"at most {ceiling}, the ceiling that the buffer was built for",
-            fix=f"Set {name_of('max_tokens_per_rank')}={num_tokens} ({name_of('decode_max_tokens_per_rank')} for the "
-            "decode buffer) on every rank before the first buffer is built, or shorten sequence or micro-batch.",
+            fix=f"Where num_max_tokens_per_rank is passed, pass {num_tokens}; else set "
+            f"{name_of('max_tokens_per_rank')}={num_tokens} ({name_of('decode_max_tokens_per_rank')} for decoding) on "
+            "every rank before the first buffer is built. Or shorten sequence or micro-batch.",
         )
 
 
@@ -222,7 +223,11 @@ def check_dispatch(
     if topk_idx.dtype != torch.int64:
         raise InputError("topk_idx", got=topk_idx.dtype, expected="torch.int64")
     if handle is None and topk_idx.numel() and int(topk_idx.max()) >= num_experts:
-        raise InputError("largest topk_idx", got=int(topk_idx.max()), expected=f"less than {num_experts} experts")
+        raise InputError(
+            "largest expert in topk_idx (token_indices)",
+            got=int(topk_idx.max()),
+            expected=f"less than {num_experts} experts",
+        )
     if topk_weights is not None:
         _check_weights(topk_weights, x.dtype, tuple(topk_idx.shape))
     if stats is not None:

@@ -7,7 +7,10 @@ is exchanged.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
+import time
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -31,6 +34,19 @@ _sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] =
 
 _unanswered: list[tuple[object, Tensor, Tensor]] = []
 """Reports of failures that no peer waited for."""
+
+
+_EXIT_SECS = 0.1
+
+
+@functools.cache
+def _at_exit() -> None:
+    """Let gloo's threads run before the interpreter ends.
+
+    One of them may hold the last reference to the tensors of a finished collective, which it drops under the
+    interpreter's lock: once the interpreter is ending, waiting for that lock aborts the process.
+    """
+    atexit.register(time.sleep, _EXIT_SECS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +93,8 @@ class Exchange:
         self._host = torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
         self._sequence = _sequences.setdefault(group, itertools.count(1))
         self._staging: dict[str, Tensor] = {}
+        if self.num_ranks > 1:
+            _at_exit()
 
     def headers(self, call: str, rows: list[int], failure: Exception | None = None) -> list[int]:
         """Tell each peer how many rows follow, and learn how many come from each.
@@ -166,7 +184,8 @@ class Exchange:
             raise CommunicationError(
                 f"rank {self.rank} of {self.num_ranks} lost its peers in {call}",
                 got=str(error).splitlines()[0],
-                fix="Usually another rank died or timed out: look for the first error in its log.",
+                fix="Another rank died, left or timed out: look for the first error in its log. If it ended well, its "
+                "loss may not depend on this layer's output: add 0 * y.sum() to it.",
             ) from error
 
     def staging(self, name: str, rows: int, row_bytes: int, device: torch.device) -> Tensor:

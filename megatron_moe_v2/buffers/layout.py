@@ -163,12 +163,15 @@ def invert(permutation: Tensor) -> Tensor:
 
 
 def lanes(rows: Tensor) -> Tensor:
-    """The same rows as the widest integers that divide them: moved bit for bit, whatever the dtype."""
+    """The same rows as the widest numbers that divide them: moved bit for bit, whatever the dtype.
+
+    Pairs of bytes as bfloat16: gloo has no 16-bit integers.
+    """
     if not rows.numel():  # expanded, as the gradient of a sum is, it has no strides to view
         rows = rows.new_empty(rows.shape)
     size = rows.element_size()
     spans = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size)
-    for dtype in (torch.int64, torch.int32, torch.int16):
+    for dtype in (torch.int64, torch.int32, torch.bfloat16):
         if dtype.itemsize >= size and not any(span % dtype.itemsize for span in spans):
             return rows.view(dtype)
     return rows.view(torch.uint8)
