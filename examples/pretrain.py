@@ -9,6 +9,7 @@ batch; the experts of every block are spread over all ranks. See README.md besid
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -100,6 +101,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.set_defaults(**PRESETS[preset.preset])
     return parser.parse_args(argv)
+
+
+def require_writable(args: argparse.Namespace) -> None:
+    """End this rank, like every other, where the run could not write its log, checkpoints or pictures."""
+    files = [("--loss-log", args.loss_log) if args.loss_log else ("--out", args.out / "log.jsonl")]
+    if not (args.no_save and args.no_plots):
+        files.append(("--out", args.out / "checkpoints"))
+    for option, file in files:
+        file = file.absolute()
+        there = next(place for place in (file, *file.parents) if os.path.exists(place))
+        if there != file and not there.is_dir():
+            raise SystemExit(f"pretrain.py: {option}: cannot write {file}: {there} is no folder")
+        if not os.access(there, os.W_OK):
+            raise SystemExit(f"pretrain.py: {option}: cannot write {file}: {there} is not writable")
 
 
 def objective(logits: Tensor, batch: Batch, stats: RouterStats, balance: float, stop: bool) -> tuple[Tensor, Record]:
@@ -267,6 +282,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    require_writable(args)
     ranks = parallel.start(args.device)
     try:
         train(args, ranks)

@@ -4,6 +4,7 @@
 #   PYTHON  interpreter to make the environment with; by default the first of Python 3.10 or later on the PATH
 #   VENV    where the environment is; by default .venv
 #   TORCH   what pip installs as PyTorch, options included; by default what the environment has, else torch==2.13.0
+#   PIP_RETRIES  how often pip tries again to connect; by default once
 #
 # PyTorch comes before the package and then holds as a constraint: a resolver left free may fetch another build of
 # several gigabytes.
@@ -48,11 +49,13 @@ install() {
     shift
     echo "Installing $what ..."
     "$python" -m pip install --disable-pip-version-check --quiet --log "$venv/pip.log" "$@" ||
-        fail "cannot install $what with $("$python" -V); pip's reason stands above, and at length in $venv/pip.log."
+        fail "cannot install $what with $("$python" -V); pip's reason stands above, and at length in $venv/pip.log." \
+            "It needs PyPI (https://pypi.org), or a mirror named by PIP_INDEX_URL."
 }
 
 setup_env() {
     local extras=$1 venv=${VENV:-.venv} key
+    export PIP_RETRIES=${PIP_RETRIES:-1}
     python=$venv/bin/python
     if ! "$python" -c '' 2>/dev/null; then
         [ -z "${VENV:-}" ] || [ ! -e "$venv" ] || fail "VENV=$venv is there, but is no virtual environment."

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from megatron_moe_v2.cli.doctor.findings import Finding, guarded, numbers
 from megatron_moe_v2.cli.doctor.imports import Imports, mapped_nccl
 from megatron_moe_v2.cli.doctor.nccl import nccl_check
 from megatron_moe_v2.cli.doctor.ranks import differences
-from megatron_moe_v2.cli.doctor.system import gpu_check, network_check, torch_check
+from megatron_moe_v2.cli.doctor.system import gpu_check, loopback_check, network_check, torch_check
 
 P = "MCORE_DEEPEP_V2_"
 
@@ -107,6 +111,32 @@ def test_nvcc_and_cache(tmp_path: Path) -> None:
     found = by_id(jit.jit_check(environ, True))
     assert (found["nvcc"].status, found["jit-cache"].status) == ("fail", "fail")
     assert by_id(jit.jit_check({"PATH": ""}, True))["jit-cache"].status == "fail"
+
+
+def test_loopback() -> None:
+    (here,) = loopback_check()
+    assert (here.id, here.status) == ("loopback", "ok")
+    started = time.monotonic()
+    (elsewhere,) = loopback_check("192.0.2.1")  # no machine's own: kept for documentation
+    assert elsewhere.status == "fail"
+    assert "ip link set lo up" in elsewhere.fix
+    assert time.monotonic() - started < 0.5
+
+
+def without_network(*command: str) -> list[str]:
+    return ["unshare", "--map-root-user", "--net", *command]
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(without_network("true"), capture_output=True).returncode != 0,
+    reason="may make no network namespace",
+)
+def test_a_loopback_that_is_down() -> None:
+    code = (
+        "from megatron_moe_v2.cli.doctor.system import loopback_check as f; (one,) = f(); print(one.status, one.found)"
+    )
+    done = subprocess.run(without_network(sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("fail 127.0.0.1 cannot be reached: "), done.stdout + done.stderr
 
 
 def test_rdma_ports(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lines to export: a shell takes them, this package's settings allow them, the doctor has nothing against them."""
+"""Lines to export: a shell takes them, settings allow them, the doctor has nothing against them. Names as typed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_moe_v2.cli import main
-from megatron_moe_v2.cli.doctor.environment import EP_VARIABLES, NCCL_VARIABLES, Surroundings, environment_check
+from megatron_moe_v2.cli import bench, main
+from megatron_moe_v2.cli.doctor.environment import (
+    EP_VARIABLES,
+    NCCL_VARIABLES,
+    Surroundings,
+    environment_check,
+    misprefixed,
+)
 from megatron_moe_v2.cli.env import FABRICS, effective
 from megatron_moe_v2.settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read
 
@@ -93,6 +100,72 @@ def test_a_misspelt_setting_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["env", "--show"]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.endswith(f"nothing reads it; did you mean {PREFIX}MAX_TOKENS_PER_RANK?")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MCORE_DEEPEP_BACKEND", "BACKEND"),
+        ("MCORE_DEEPEPV2_MODE", "MODE"),
+        ("mcore_deepep_v2_backend", "BACKEND"),
+        ("MCORE_DEEP_EP_V2_NUM_SMS", "NUM_SMS"),
+        ("DEEPEP_V2_MAX_TOKENS_PER_RANK", "MAX_TOKENS_PER_RANK"),
+    ],
+)
+def test_a_wrong_prefix_is_shown_and_diagnosed(name: str, meant: str) -> None:
+    (found,) = (one for one in effective({name: "1"}) if one.problem)
+    assert (found.name, found.value) == (name, "1")
+    assert found.problem == f"nothing reads it; did you mean {PREFIX}{meant}?"
+    (unknown,) = (one for one in environment_check({name: "1"}, Surroundings()) if one.id == "unknown-variables")
+    assert (unknown.status, unknown.found) == ("warn", f"{name} (did you mean {PREFIX}{meant}?)")
+
+
+def test_names_of_others_are_no_wrong_prefix() -> None:
+    others = ("MCORE_VERSION", "MODE", "BACKEND", "MEGATRON_CORE_0_16", "DEEPEP_HOME", "MAX_TOKENS_PER_RANK", "HIDDEN")
+    environ = dict.fromkeys([*others, *EP_VARIABLES, *NCCL_VARIABLES, *(one.name for one in VARIABLES)], "1")
+    assert misprefixed(environ) == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"), [("infiniband", "ib"), ("IB", "ib"), ("Single_GPU", "single-gpu"), ("NVLink", "nvlink")]
+)
+def test_fabric_by_another_spelling(capsys: pytest.CaptureFixture[str], typed: str, name: str) -> None:
+    assert main(["env", name]) == 0
+    expected = capsys.readouterr().out
+    assert main(["ENV", typed]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "printed"),
+    [
+        (["help"], "usage: megatron-moe-v2 [--help]"),
+        (["help", "env"], "usage: megatron-moe-v2 env "),
+        (["Help", "Plan"], "usage: megatron-moe-v2 plan "),
+        (["--help"], "usage: megatron-moe-v2 [--help]"),
+    ],
+    ids=" ".join,
+)
+def test_help(capsys: pytest.CaptureFixture[str], typed: list[str], printed: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(typed)
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.startswith(printed)
+
+
+@pytest.mark.parametrize("typed", ["helper", "doctors", ""], ids=["helper", "doctors", "empty"])
+def test_no_command(typed: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([typed])
+    assert raised.value.code == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_dtype_by_its_long_name(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for typed in (str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch.").upper()):
+        assert bench._DTYPES[bench._parse(["--dtype", typed]).dtype] == dtype
 
 
 @pytest.mark.parametrize("arguments", [[], ["ethernet"], ["ib", "--show"]], ids=["nothing", "unknown", "both"])

@@ -228,6 +228,60 @@ def test_config_that_cannot_be_used(tmp_path: Path, text: str | None, message: s
         from_config(tmp_path / "config.json")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        (["--ranks", "63"], "experts-per-rank"),
+        (["--ranks", "2048"], "ranks"),
+        (["--ranks", "64", "--seq-len", "1000000"], "memory"),
+    ],
+    ids=["uneven", "too-many", "too-long"],
+)
+def test_nothing_to_export_where_a_limit_fails(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], limit: str
+) -> None:
+    code, out, _ = run(capsys, "--model", "deepseek-v3", *arguments)
+    assert code == 1
+    *_, tail = out.split("\n\n")
+    reason, *lines = tail.splitlines()
+    assert reason.startswith("# not to be exported, for limits fail: ")
+    assert limit in reason
+    assert lines[0].startswith("# export MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK=")
+    assert all(line.startswith("# ") for line in lines)
+
+
+def test_experts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def line(*more: str) -> str:
+        return run(capsys, "--model", "deepseek-v3", *more)[1].splitlines()[2]
+
+    assert line("--ranks", "63").endswith("256 experts do not divide over them")
+    assert line("--ranks", "64").endswith("4 experts a rank")
+    assert line("--ranks", "64", "--etp", "2").endswith("8 experts a rank, expert tensor parallel 2")
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(3, 1), (1, 3)], ids=["tp", "cp"])
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_a_sequence_that_does_not_divide(tp: int, cp: int, micro_batch: int) -> None:
+    made = make_plan(PRESETS["deepseek-v3"], Cluster(ranks=64, tp=tp, cp=cp, micro_batch=micro_batch))
+    (found,) = (one for one in made.limits if one.id == "sequence")
+    assert found.status == "warn"
+    assert f"4096 does not divide over tp {tp} x cp {cp}" in found.found
+    assert "4098" in found.fix
+    assert not make_plan(PRESETS["deepseek-v3"], Cluster(ranks=64, tp=2, cp=2)).limits
+
+
+def test_no_two_presets_are_one_name() -> None:
+    assert len({name.replace("-", "").replace(".", "").lower() for name in PRESETS}) == len(PRESETS)
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "DeepSeek-V3", "deepseek_v3", "DEEPSEEK.V3"])
+def test_preset_by_another_spelling(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, _ = run(capsys, "--model", name, "--ranks", "16", "--mode", "Direct", "--fabric", "InfiniBand")
+    assert code == 0
+    assert out.startswith("DeepSeek-V3:")
+    assert out.endswith("export MCORE_DEEPEP_V2_MODE=direct\n")
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     try:
         code = main(["plan", *arguments])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from .names import named, squashed
 
 __all__ = ["main"]
 
@@ -30,8 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Mixture-of-experts dispatch and combine on DeepEP V2.",
     )
     parser.add_argument("--version", action="version", version=f"megatron-moe-v2 {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below; COMMAND --help says more")
+    add = parser.add_argument
+    add("command", type=named(COMMANDS), choices=COMMANDS, metavar="COMMAND", help="see below; help COMMAND says more")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and squashed(arguments[0]) == "help":  # --help too, whose dashes do not count
+        arguments = [*arguments[1:2], "--help"]
     command = parser.parse_args(arguments[:1]).command
     try:
         status = int(importlib.import_module(f".{command}", __name__).main(arguments[1:]))

@@ -24,11 +24,13 @@ from ..prepare import prepare_buffer
 from . import local_ranks, report, tables
 from .beside import BESIDE, chosen, embedded_buffer, embedded_subject, raw_subjects
 from .measure import LAYOUTS, PHASES, PLAIN, PLAIN_KEPT, Subject, measure, subjects
+from .names import named
 from .verify import Oracle, make_inputs
 
 __all__ = ["main"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LARGEST_TOPK = 32
 
 
@@ -84,7 +86,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--hidden", type=_positive, default=2048, metavar="H", help="elements of a token (%(default)s)")
     add("--experts", type=_positive, default=64, metavar="E", help="experts over all ranks (%(default)s)")
     add("--topk", type=_positive, default=8, metavar="K", help="experts of a token (%(default)s)")
-    add("--dtype", choices=_DTYPES, default="bf16", help="of tokens (%(default)s); weights are float32")
+    dtype = named(_DTYPES, _DTYPE_ALIASES)
+    add("--dtype", type=dtype, choices=_DTYPES, default="bf16", help="of tokens (%(default)s); weights are float32")
     add("--iters", type=_positive, default=20, metavar="N", help="measured iterations (%(default)s)")
     add("--warmup", type=_positive, default=3, metavar="N", help="iterations before (%(default)s)")
     add("--seed", type=int, default=0, help="of inputs and routing (%(default)s)")

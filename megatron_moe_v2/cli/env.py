@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..settings import DEEPEP_DEFAULTS, PREFIX, TUNE, VARIABLES, Settings, read, unknown
+from .doctor.environment import misprefixed
+from .names import named
 
-__all__ = ["FABRICS", "Export", "effective", "main"]
+__all__ = ["FABRICS", "FABRIC_ALIASES", "Export", "effective", "main"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,7 @@ FABRICS: dict[str, tuple[Export, ...]] = {
         _CACHE,
     ),
 }
+FABRIC_ALIASES = {"infiniband": "ib"}
 _NOTES = {
     "efa": "No machine with EFA was at hand when this was written: validate before you rely on it.",
     "roce": "DeepEP calls RoCE compatible in theory; validate before you rely on it.",
@@ -233,7 +236,7 @@ def effective(environ: Mapping[str, str]) -> list[Effective]:
             found.append(Effective(name=name, value=value, origin="set by this package when DeepEP V2 is used"))
         else:
             found.append(Effective(name=name, value="(unset)", origin=f"unset, and {PREFIX}SET_ENV=0"))
-    for name, nearest in unknown(environ).items():
+    for name, nearest in (unknown(environ) | misprefixed(environ)).items():
         problem = f"nothing reads it; did you mean {nearest}?"
         found.append(Effective(name=name, value=environ[name], origin="environment", problem=problem))
     return found
@@ -247,7 +250,14 @@ def main(argv: Sequence[str]) -> int:
         "With --show the settings in force, and where each came from.",
         epilog="Exit status: 0, 1 if a setting in force is not allowed or not known, 2 wrong usage.",
     )
-    parser.add_argument("fabric", nargs="?", choices=FABRICS, metavar="FABRIC", help=f"one of {', '.join(FABRICS)}")
+    parser.add_argument(
+        "fabric",
+        nargs="?",
+        type=named(FABRICS, FABRIC_ALIASES),
+        choices=FABRICS,
+        metavar="FABRIC",
+        help=f"one of {', '.join(FABRICS)}",
+    )
     parser.add_argument("--show", action="store_true", help="settings in force and their origin")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)

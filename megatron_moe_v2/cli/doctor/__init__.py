@@ -116,7 +116,10 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
         gpu = has_gpu()
     except Exception:  # the finding above says why
         pass
-    network = _checked("system", "network", lambda part: part.network_check(gpu))
+    network = [
+        *_checked("system", "loopback", lambda part: part.loopback_check()),
+        *_checked("system", "network", lambda part: part.network_check(gpu)),
+    ]
     libraries = _checked("libraries", "libraries", lambda part: part.library_check())
     imports = wait()
     environ_of_deep_ep = {**environ, **imports.of("deep_ep").get("sets", {})}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,16 @@ from ... import __version__
 from .findings import FAIL, OK, SKIP, WARN, Finding, numbers, one_line, output_of
 from .imports import Imports
 
-__all__ = ["driver_version", "gpu_check", "has_gpu", "link_check", "network_check", "python_check", "torch_check"]
+__all__ = [
+    "driver_version",
+    "gpu_check",
+    "has_gpu",
+    "link_check",
+    "loopback_check",
+    "network_check",
+    "python_check",
+    "torch_check",
+]
 
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 10)
@@ -131,6 +141,27 @@ def link_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
         if count == 1
         else "See `nvidia-smi nvlink -s` and `nvidia-smi topo -m`; with PCIe alone use "
         "MCORE_DEEPEP_V2_BACKEND=embedded. Where only the reading fails, set MCORE_DEEPEP_V2_NUM_SMS.",
+    )
+
+
+def loopback_check(address: str = "127.0.0.1", timeout: float = 0.4) -> Iterator[Finding]:
+    """Whether ranks of one host could meet: a socket that listens there, and one that connects to it."""
+    problem = ""
+    try:
+        with socket.socket() as server, socket.socket() as client:
+            server.bind((address, 0))
+            server.listen(1)
+            client.settimeout(timeout)
+            client.connect(server.getsockname())
+    except OSError as error:
+        problem = f"{address} cannot be reached: {error}"
+    yield Finding(
+        id="loopback",
+        group=GROUP,
+        status=FAIL if problem else OK,
+        found=problem or f"{address} can be reached",
+        needed="the loopback interface, where the ranks of one host meet",
+        fix="ip link set lo up (as root; in a container, give it a network)." if problem else "",
     )
 
 

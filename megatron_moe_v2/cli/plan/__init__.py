@@ -17,7 +17,8 @@ from typing import Any
 from ...errors import SettingsError
 from ...settings import PREFIX
 from ..doctor.findings import FAIL, Finding
-from ..env import FABRICS
+from ..env import FABRIC_ALIASES, FABRICS
+from ..names import named
 from .limits import find_limits
 from .memory import Activations, activations, combine_row_bytes, dispatch_row_bytes, num_buffer_bytes, padded
 from .model import PRESETS, Cluster, Model, from_config
@@ -112,7 +113,7 @@ def make_plan(
         phases=_phases(model, cluster, copies, hybrid, fp8, speed) if copies else {},
         activations=activations(model, cluster, copies.received, alignment) if copies else {},
         limits=found,
-        exports=_exports(cluster, mode, fabric),
+        exports=_exports(cluster, mode, fabric, [one.id for one in found if one.status == FAIL]),
     )
 
 
@@ -139,7 +140,8 @@ def _phases(
     }
 
 
-def _exports(cluster: Cluster, mode: str, fabric: str) -> list[str]:
+def _exports(cluster: Cluster, mode: str, fabric: str, failed: Sequence[str]) -> list[str]:
+    """Lines for a shell, all of them comments where a limit fails: nobody should paste those."""
     several = len(cluster.nodes) > 1
     lines = [f"export {PREFIX}MAX_TOKENS_PER_RANK={cluster.tokens}"]
     for one in FABRICS[fabric if several else "nvlink"]:
@@ -147,7 +149,9 @@ def _exports(cluster: Cluster, mode: str, fabric: str) -> list[str]:
             lines.append(f"export {PREFIX}MODE={mode}")
         elif not one.optional:
             lines.append(one.line())
-    return lines
+    if not failed:
+        return lines
+    return [f"# not to be exported, for limits fail: {', '.join(failed)}", *(f"# {line}" for line in lines)]
 
 
 def _positive(text: str) -> int:
@@ -174,7 +178,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     model = parser.add_argument_group("model").add_argument
-    model("--model", choices=PRESETS, metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    one_of = f"one of {', '.join(PRESETS)}"
+    model("--model", type=named(PRESETS), choices=PRESETS, metavar="NAME", help=one_of)
     model("--config", type=Path, metavar="FILE", help="a Hugging Face config.json, or its folder")
     model("--hidden", type=_positive, metavar="H")
     model("--experts", type=_positive, metavar="E", help="routed experts")
@@ -190,7 +195,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--tp", type=_positive, default=1, metavar="N", help="tensor parallel with sequence parallel (%(default)s)")
     add("--cp", type=_positive, default=1, metavar="N", help="context parallel (%(default)s)")
     add("--etp", type=_positive, default=1, metavar="N", help="expert tensor parallel (%(default)s)")
-    add("--mode", choices=_MODES, default="hybrid", help="between nodes (%(default)s)")
+    add("--mode", type=named(_MODES), choices=_MODES, default="hybrid", help="between nodes (%(default)s)")
     add("--fp8", action="store_true", help="tokens travel as FP8 in dispatch")
     add("--alignment", type=_positive, default=128, metavar="A", help="of the expert layout (%(default)s)")
     add("--ungrouped", action="store_true", help="ignore that the router takes experts from some groups alone")
@@ -198,7 +203,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rdma-gbs", type=_rate, default=RDMA_GBS, metavar="GB/S", help="a GPU (%(default)g: a 400 Gb/s NIC)")
     add("--efficiency", type=_rate, default=EFFICIENCY, metavar="SHARE", help="of it that is reached (%(default)g)")
     add("--gpu-gib", type=_rate, default=80.0, metavar="GIB", help="memory of a GPU (%(default)g)")
-    add("--fabric", choices=[name for name in FABRICS if name != "single-gpu"], default="ib", help="(%(default)s)")
+    fabrics = [name for name in FABRICS if name != "single-gpu"]
+    add("--fabric", type=named(fabrics, FABRIC_ALIASES), choices=fabrics, default="ib", help="(%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
     add("--sweep", action="store_true", help="how it grows with ranks, up to 2048")
     add("--plot", type=Path, metavar="FILE", help="draw the sweep (.png, .svg, .pdf; needs matplotlib)")

@@ -64,6 +64,16 @@ def find_limits(model: Model, cluster: Cluster, *, hybrid: bool, num_bytes: int,
             needed="a multiple of 256, or at most a tenth below one",
             fix="Padding costs bytes and a copy." if fits else f"Use {wide}, or MCORE_DEEPEP_V2_BACKEND=embedded.",
         )
+    split = cluster.tp * cluster.cp
+    if cluster.seq_len % split:
+        yield Finding(
+            id="sequence",
+            group=GROUP,
+            status=WARN,
+            found=f"a sequence of {cluster.seq_len} does not divide over tp {cluster.tp} x cp {cluster.cp}",
+            needed="parts of equal length",
+            fix=f"Pad it to {-(-cluster.seq_len // split) * split}, or change tp or cp; the ceiling is rounded up.",
+        )
     if cluster.tokens > DEFAULT_CEILING:
         yield Finding(
             id="ceiling",

@@ -29,11 +29,11 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{model.expert_ffn}, {model.num_layers} layers with experts"
     )
     yield f"  from {model.source}"
-    shards = cluster.ranks // cluster.etp
+    each, left = divmod(model.num_experts, cluster.ranks // cluster.etp)
+    experts = f"{model.num_experts} experts do not divide over them" if left else f"{each} experts a rank"
     nodes = f"{len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"
     yield (
-        f"{cluster.ranks} ranks on {nodes} of {cluster.gpus_per_node} GPUs, {plan.mode}, "
-        f"{model.num_experts / shards:g} experts a rank"
+        f"{cluster.ranks} ranks on {nodes} of {cluster.gpus_per_node} GPUs, {plan.mode}, {experts}"
         + (f", expert tensor parallel {cluster.etp}" * (cluster.etp > 1))
     )
 
