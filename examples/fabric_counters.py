@@ -7,11 +7,13 @@ all ranks of a host see the same.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 WORD_BYTES = 4
 LOOPBACK = "lo"
+LOOK_SECS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,21 @@ def sent_between(before: Counters, after: Counters) -> Sent:
     sockets = _growth(before.sockets, after.sockets)
     loopback = sockets.pop(LOOPBACK, 0)
     return Sent(fabric=sum(fabric.values()), sockets=sum(sockets.values()), loopback=loopback, devices=sorted(fabric))
+
+
+def sent_since(before: Counters, sysfs: Path, *, least: int = 0, patience: float = 0.0) -> Sent:
+    """What was sent since a reading.
+
+    Args:
+        least: bytes by fabric to wait for, since a driver may report late.
+        patience: seconds to wait for them.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        sent = sent_between(before, read_counters(sysfs))
+        if sent.fabric >= least or time.monotonic() >= deadline:
+            return sent
+        time.sleep(LOOK_SECS)
 
 
 def _growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

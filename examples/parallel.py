@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -37,21 +38,32 @@ class Ranks:
         return self.rank == 0
 
 
-def start(device: str) -> Ranks:
+def start(device: str, *, timeout: timedelta | None = None) -> Ranks:
     """Start the default process group: torchrun's where there is one, else a group of this process alone.
 
     Args:
         device: ``cpu``, ``cuda`` or ``auto``.
+        timeout: for the meeting and for each collective; PyTorch's by default.
+
+    Raises:
+        RuntimeError: ``cuda`` where PyTorch sees no GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if device == "cuda":
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+            raise RuntimeError(
+                f"device cuda: got no GPU (PyTorch {torch.__version__} {built}), expected one. "
+                "Check nvidia-smi and CUDA_VISIBLE_DEVICES, or choose the device cpu"
+            )
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
         torch.cuda.set_device(chosen)
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=chosen)

@@ -13,14 +13,13 @@ import argparse
 import math
 import os
 import shlex
-import signal
 import socket
 import sys
 import time
 import traceback
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import fabric_counters
@@ -30,17 +29,18 @@ import torch
 import torch.distributed as dist
 import validate_payloads as payloads
 import validate_provenance as provenance
-from fabric_counters import Sent
 from parallel import Ranks
 from records import Record, trajectory_line
-from validate_verdict import Verdict
+from validate_verdict import SETTLE_SECS, Stop, Verdict, place
 
 from megatron_moe_v2 import close_buffers, prepare_buffer
 from megatron_moe_v2.probe import probe
 
 BACKENDS = ("deepep_v2", "deepep_v1", "embedded")
 LOCAL_EXPERTS, MOST_EXPERTS = 8, 2048
+MOST_SECS = 1_000_000
 HEAD_DIM = 64
+COUNTER_SECS = 2.0  # how late a driver may report what it has sent
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -70,16 +70,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     tests.add_argument("--sysfs", type=Path, default=Path("/sys"), help="where to read the counters")
     args = parser.parse_args(argv)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world = place()
     if args.experts is None:
         args.experts = world * max(1, min(LOCAL_EXPERTS, MOST_EXPERTS // world))
     for wrong, text in (
         (args.hidden < HEAD_DIM or args.hidden % HEAD_DIM, f"--hidden {args.hidden}: not a multiple of {HEAD_DIM}"),
         (args.experts < 1 or args.experts % world, f"--experts {args.experts}: not a multiple of the {world} ranks"),
         (not 1 <= args.topk <= args.experts, f"--topk {args.topk}: not from 1 to the {args.experts} experts"),
-        (args.tokens < 1 or args.tokens % args.seq_len, f"--tokens {args.tokens}: not a multiple of --seq-len"),
+        (args.seq_len < 1, f"--seq-len {args.seq_len}: at least 1"),
+        (args.tokens < 1 or args.tokens % max(args.seq_len, 1), f"--tokens {args.tokens}: not a multiple of --seq-len"),
         (world * args.tokens > payloads.BASE**payloads.DIGITS, f"--tokens {args.tokens}: too many over all ranks"),
         (args.steps < 2 or args.warmup_steps < 0, f"--steps {args.steps}: at least 2 show whether the loss falls"),
+        (args.blocks < 1, f"--blocks {args.blocks}: at least 1"),
+        (args.expert_ffn < 1, f"--expert-ffn {args.expert_ffn}: at least 1"),
+        (not 0 < args.timeout < MOST_SECS, f"--timeout {args.timeout}: from 0 to {MOST_SECS} seconds"),
+        ((args.pretend_nodes or 0) < 0, f"--pretend-nodes {args.pretend_nodes}: at least 1"),
     ):
         if wrong:
             parser.error(text)
@@ -102,14 +107,15 @@ class Validation:
         before = fabric_counters.read_counters(self.args.sysfs)
         self.meet()
         self.build()
-        crossing = self.round_trip()
+        self.counted_round_trip()
         self.train()
         dist.barrier()
-        self.judge_fabric(
-            fabric_counters.sent_between(before, fabric_counters.read_counters(self.args.sysfs)), crossing
-        )
+        self.sum_up(fabric_counters.sent_since(before, self.args.sysfs))
         self.verdict.stage = "closing the buffers"
         close_buffers()
+        self.verdict.share("closed", None)  # nobody leaves the group while another rank still uses it
+        self.verdict.stage = "leaving the process group"
+        dist.destroy_process_group()
 
     def meet(self) -> None:
         """Nobody goes on before everybody is here."""
@@ -155,14 +161,14 @@ class Validation:
         file = provenance.class_file(kind)
         self.say(f"active class: {kind.__qualname__}, module {kind.__module__}, file {file}")
         self.say(f"built and warmed up in {time.perf_counter() - started:.1f} s")
-        for text in provenance.patches(kind, probe()):
+        for text in provenance.patches(entry.buffer, probe()):
             self.say(f"PATCHED: {text}")
             self.verdict.fail(text)
         if args.expect_backend not in (None, entry.backend.name):
             self.verdict.fail(f"backend {entry.backend.name}, expected {args.expect_backend}: {entry.backend.reason}")
 
-    def round_trip(self) -> int:
-        """Both layouts, forward and backward, value by value; returns bytes of this rank that had to leave its node."""
+    def counted_round_trip(self) -> None:
+        """The round trip between two readings of the counters, when no rank sends anything else."""
         self.verdict.stage = "the round trip"
         args, ranks = self.args, self.ranks
         sizes = payloads.Sizes(
@@ -173,6 +179,22 @@ class Validation:
             dtype=self.dtype,
             device=ranks.device,
         )
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.verdict.share("quiet", None)
+        before = fabric_counters.read_counters(args.sysfs)
+        self.verdict.share("counters read", None)
+        self.round_trip(sizes)
+        leaving = [0] * len(self.names)
+        for rank, node in enumerate(self.nodes):
+            leaving[node] += len(payloads.LAYOUTS) * payloads.crossing_bytes(rank, self.nodes, sizes)
+        judged = len(self.names) > 1 and not args.no_fabric
+        patience, least = (COUNTER_SECS if judged else 0.0), leaving[self.nodes[ranks.rank]]
+        self.judge_fabric(fabric_counters.sent_since(before, args.sysfs, least=least, patience=patience), leaving)
+
+    def round_trip(self, sizes: payloads.Sizes) -> None:
+        """Both layouts, forward and backward, value by value; returns when all ranks have got theirs."""
+        ranks = self.ranks
         results = [payloads.round_trip(layout, ranks.rank, ranks.world, sizes) for layout in payloads.LAYOUTS]
         for mine in results:
             wrong = (mine.experts - mine.exact, mine.wrong_sums, mine.wrong_gradients)
@@ -186,7 +208,6 @@ class Validation:
             sum(one[name] for one in every) for name in ("exact", "experts", "wrong_sums", "wrong_gradients")
         )
         self.say(f"per-expert payloads: exact {exact}/{total}, wrong sums {sums}, wrong gradients {gradients}")
-        return len(payloads.LAYOUTS) * payloads.crossing_bytes(ranks.rank, self.nodes, sizes)
 
     def train(self) -> None:
         """A small language model on the standard library's sources; its loss must fall."""
@@ -220,27 +241,27 @@ class Validation:
         if not line.endswith("decreased=True"):
             self.verdict.fail(f"the loss did not fall: {line}")
 
-    def judge_fabric(self, sent: Sent, crossing: int) -> None:
-        """Bytes by fabric and by sockets, a node's once; each node's fabric must have sent what had to leave."""
-        self.verdict.stage = "comparing the counters"
-        shared = self.verdict.share("sent", {**asdict(sent), "crossing": crossing})
-        totals = dict.fromkeys(("fabric", "sockets", "loopback"), 0)
-        for node, name in enumerate(self.names):
-            ranks = [one for one, place in zip(shared, self.nodes, strict=True) if place == node]
-            mine, least = ranks[0], sum(one["crossing"] for one in ranks)
-            for key in totals:
-                totals[key] += mine[key]
-            if len(self.names) == 1:
-                continue
-            text = f"node {name}: {mine['fabric']:,} bytes sent by {', '.join(mine['devices']) or 'no fabric device'}"
-            text += f", {mine['sockets']:,} by sockets; at least {least:,} had to leave it"
+    def judge_fabric(self, sent: fabric_counters.Sent, leaving: list[int]) -> None:
+        """Each node's fabric must have sent what the round trip's dispatches had to send out of it."""
+        shared = self.verdict.share("sent in the round trip", asdict(sent))
+        if len(self.names) == 1:
+            return
+        for node, (name, least) in enumerate(zip(self.names, leaving, strict=True)):
+            mine = shared[self.nodes.index(node)]
+            text = f"node {name}, round trip: {mine['fabric']:,} bytes sent by "
+            text += f"{', '.join(mine['devices']) or 'no fabric device'}, {mine['sockets']:,} by sockets; "
+            text += f"at least {least:,} had to leave it"
             self.say(text)
             if mine["fabric"] < max(least, 1) and not self.args.no_fabric:
                 self.verdict.fail(f"{'too few' if mine['fabric'] else 'no'} fabric bytes: {text}")
-        self.say(
-            f"fabric: {totals['fabric']:,} bytes sent; sockets: {totals['sockets']:,} bytes sent, "
-            f"loopback {totals['loopback']:,}"
-        )
+
+    def sum_up(self, sent: fabric_counters.Sent) -> None:
+        """Bytes of the whole run, a node's once; it judges nothing."""
+        self.verdict.stage = "comparing the counters"
+        shared = self.verdict.share("sent", asdict(sent))
+        once = [shared[self.nodes.index(node)] for node in range(len(self.names))]
+        fabric, sockets, loopback = (sum(one[key] for one in once) for key in ("fabric", "sockets", "loopback"))
+        self.say(f"fabric: {fabric:,} bytes sent; sockets: {sockets:,} bytes sent, loopback {loopback:,}")
 
 
 def _host() -> str:
@@ -254,29 +275,19 @@ def _host() -> str:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Validate and end the process; a wrong command line ends it with status 2."""
     args = parse_arguments(argv)
+    rank, world = place()
+    verdict = Verdict(rank, world, seconds=args.timeout, stop=Stop())
     try:
-        ranks = parallel.start(args.device)
-        verdict = Verdict(ranks.rank, ranks.world, seconds=args.timeout)
-    except Exception as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"VALIDATION FAIL: no process group: {type(error).__name__}: {error}", flush=True)
-        raise
-
-    def stopped(number: int, frame: FrameType | None) -> None:
-        if not verdict.settling:
-            raise SystemExit(f"stopped by {signal.Signals(number).name}")
-
-    signal.signal(signal.SIGTERM, stopped)
-    try:
+        verdict.connect()
+        verdict.stage = "starting the process group"
+        # The verdict comes first, also where a collective would time out.
+        ranks = parallel.start(args.device, timeout=timedelta(seconds=args.timeout + SETTLE_SECS))
         Validation(args, ranks, verdict).run()
     except BaseException as error:
         traceback.print_exception(error)
         verdict.fail(f"{type(error).__name__} at {verdict.stage}: {error}")
         leave(verdict.settle(broken=True))
-    status = verdict.settle()
-    if status == 0:
-        dist.destroy_process_group()
-    leave(status)
+    leave(verdict.settle())
 
 
 def leave(status: int) -> NoReturn:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -105,13 +106,21 @@ def class_of(buffer: Any) -> type:
     return type(getattr(buffer, "raw", buffer))
 
 
-def patches(active: type, found: Probe) -> list[str]:
-    """Each way in which the active class, or one that ``deep_ep`` exports, is not what was installed."""
-    name = active.__module__.partition(".")[0]
+def patches(buffer: Any, found: Probe) -> list[str]:
+    """Each way in which the buffer's class, or one that ``deep_ep`` exports, is not what was installed.
+
+    Args:
+        buffer: the active one. Where it is a guard or an adapter, both it and what stands behind it are looked at.
+    """
     places = {"megatron_moe_v2": PACKAGE}
     if found.file is not None:
         places["deep_ep"] = Path(found.file).resolve().parent
-    texts = [f"active class {text}" for text in _foreign(active, places.get(name), places)]
+    texts = []
+    for one in dict.fromkeys((getattr(buffer, "raw", buffer), buffer)):
+        root = places.get(type(one).__module__.partition(".")[0])
+        texts += [f"active class {text}" for text in _foreign(type(one), root, places)]
+        own = getattr(one, "__dict__", {})
+        texts += [f"active buffer's own {name} is patched: {_origin(own[name])}" for name in METHODS if name in own]
     for export, kind in (("ElasticBuffer", found.ElasticBuffer), ("Buffer", found.Buffer)):
         if kind is not None:
             texts += [f"deep_ep.{export} {text}" for text in _foreign(kind, places.get("deep_ep"), places)]
@@ -131,10 +140,20 @@ def _foreign(kind: type, root: Path | None, places: dict[str, Path]) -> list[str
         return [f"{kind.__module__}.{kind.__qualname__} is patched: its module holds another class of that name"]
     texts = []
     for method in METHODS:
-        function = getattr(inspect.unwrap(getattr(kind, method, None) or kind), "__code__", None)
-        if function is not None and not _below(function.co_filename, root):
-            texts.append(f"{kind.__qualname__}.{method} is patched: it comes from {function.co_filename}")
+        function = inspect.getattr_static(kind, method, None)
+        if isinstance(function, FunctionType) and _below(function.__code__.co_filename, root):
+            continue
+        if function is not None:
+            texts.append(f"{kind.__qualname__}.{method} is patched: {_origin(function)}")
     return texts
+
+
+def _origin(function: Any) -> str:
+    """Where what is called first comes from: a wrapper's own code, whatever it says that it wraps."""
+    if isinstance(function, FunctionType):
+        return f"it comes from {function.__code__.co_filename}"
+    kind = type(function)
+    return f"it is a {kind.__module__}.{kind.__qualname__}, expected a function"
 
 
 def _below(file: str | None, root: Path) -> bool:

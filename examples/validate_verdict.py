@@ -3,13 +3,17 @@
 The ranks speak through a connection of their own to the store that the process group met at, never through
 collectives: a rank that failed cannot be waited for in one. Each rank says how it ended; the first rank prints the
 verdict and posts it; only then does anybody leave, since a launcher ends all ranks as soon as one exits with an error.
-A thread beside the work ends a rank whose work cannot go on because another rank failed, or whose time is up.
+A thread beside the work ends a rank whose work cannot go on because another rank failed, because it was asked to stop,
+or because its time is up. All of it works before the process group exists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -21,17 +25,66 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 LOOK_SECS = 0.3
 GRACE_SECS = 8.0
-"""How long the others get to find an error of their own once a rank has failed, and for their words to arrive."""
+"""How long the others get to find an error of their own once a rank has failed, and for their words to arrive.
+
+From the first failure, or from SIGTERM, to the end of a process it is 2.5 times this at most: torchrun kills in 30 s.
+"""
+SETTLE_SECS = 3 * GRACE_SECS
+"""How long a verdict may take once the time for the run is over."""
+ANSWER_SECS = 30.0
 
 Finish = Callable[[int], Any]
 
 
-def connect() -> Any:
-    """This process's own connection to the launcher's store, or a store of its own without a launcher."""
+class Stop:
+    """Takes SIGTERM as a request, which is seen also while the main thread is inside a call that runs no handler.
+
+    To be made in the main thread, once in a process.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        self._pipe, write = os.pipe()
+        os.set_blocking(self._pipe, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether SIGTERM has come; a request cuts the first wait short, and no later one."""
+        if self._came:
+            time.sleep(seconds)
+        elif select.select([self._pipe], [], [], seconds)[0]:
+            with contextlib.suppress(BlockingIOError):  # another thread was faster
+                self._came = self._came or signal.SIGTERM in os.read(self._pipe, 64)
+        return self._came
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as a launcher says; without one it is alone."""
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if "RANK" in os.environ else (0, 1)
+
+
+def connect(seconds: float) -> Any:
+    """A connection to the store that the process group will meet at, or a store of this process without a launcher.
+
+    Where the launcher keeps no store, rank 0 does; the process group that this process makes later shares it.
+
+    Args:
+        seconds: how long to wait for the store.
+    """
     if "RANK" not in os.environ:
         return HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    keeps = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=keeps,
+        multi_tenant=keeps,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+    )
+    store.set_timeout(timedelta(seconds=ANSWER_SECS))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"validate/{restart}", store)
 
@@ -42,19 +95,25 @@ class Verdict:
     Args:
         rank, world: of this process.
         seconds: for the whole run.
-        store: where ranks meet; by default :func:`connect`.
+        stop: whether this process was asked to stop.
         leave: ends the process from the thread.
     """
 
-    def __init__(self, rank: int, world: int, *, seconds: float, store: Any = None, leave: Finish = os._exit) -> None:
+    def __init__(self, rank: int, world: int, *, seconds: float, stop: Stop, leave: Finish = os._exit) -> None:
         self.rank, self.world, self.stage = rank, world, "start"
         self.failures: list[str] = []
-        self._store = connect() if store is None else store
-        self._watched = connect() if store is None else store  # a store's connection serves one thread at a time
-        self._leave, self._seconds = leave, seconds
+        self._store: Any = None
+        self._watched: Any = None  # a store's connection serves one thread at a time
+        self._stop, self._leave, self._seconds = stop, leave, seconds
         self._deadline = time.monotonic() + seconds
         self._once, self._settling = threading.Lock(), threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def connect(self) -> None:
+        """Reach the store where the ranks meet; waits for it until the time is up."""
+        self.stage = "connecting to the store of the process group"
+        self._store = connect(max(self._deadline - time.monotonic(), 1.0))
+        self._watched = connect(ANSWER_SECS)
 
     def fail(self, reason: str) -> None:
         """Note a failure and go on."""
@@ -84,6 +143,9 @@ class Verdict:
             if self._settling.is_set():  # the thread and the work came here together: the first one ends the process
                 threading.Event().wait()
             self._settling.set()
+        if store is None:
+            self._print_failure([*self.failures, f"rank {self.rank} never reached the others"])
+            return 1
         try:
             store.set(f"ended/{self.rank}", json.dumps(self.failures))
             if broken:
@@ -98,10 +160,8 @@ class Verdict:
         deadline = self._deadline + GRACE_SECS
         while waiting and time.monotonic() < deadline:
             waiting -= {rank for rank in waiting if store.check([f"ended/{rank}"])}
-            if waiting and store.check(["broken"]):
+            if waiting and (self._stop.wait(LOOK_SECS) or store.check(["broken"])):
                 deadline = min(deadline, time.monotonic() + GRACE_SECS)
-            if waiting:
-                time.sleep(LOOK_SECS)
         reasons: dict[str, list[int]] = {}
         for rank in sorted(set(range(self.world)) - waiting):
             for reason in json.loads(store.get(f"ended/{rank}")):
@@ -121,16 +181,15 @@ class Verdict:
         return int(bool(texts))
 
     def _learn(self, store: Any) -> int:
-        seconds = max(self._deadline - time.monotonic(), 0.0) + 3 * GRACE_SECS
-        store.wait(["verdict"], timedelta(seconds=seconds))
+        deadline = self._deadline + SETTLE_SECS
+        while not store.check(["verdict"]):
+            if self._stop.wait(LOOK_SECS) or store.check(["broken"]):
+                deadline = min(deadline, time.monotonic() + 2 * GRACE_SECS)
+            if time.monotonic() > deadline:
+                raise TimeoutError("no verdict from rank 0")
         status = int(store.get("verdict"))
         store.set(f"left/{self.rank}", "")
         return status
-
-    @property
-    def settling(self) -> bool:
-        """The verdict is being found; nothing that happens to the work matters any more."""
-        return self._settling.is_set()
 
     def _print_failure(self, texts: list[str]) -> None:
         stream = sys.stdout if self.rank == 0 else sys.stderr
@@ -138,21 +197,26 @@ class Verdict:
 
     def _watch(self) -> None:
         """End this rank when its work cannot end by itself."""
-        seen = None
+        seen: float | None = None
         while not self._settling.is_set():
-            time.sleep(LOOK_SECS)
+            stopped = self._stop.wait(LOOK_SECS)
             now = time.monotonic()
-            late = now > self._deadline
-            if seen is None:
-                try:
-                    seen = now if self._watched.check(["broken"]) else None
-                except Exception:  # the store is gone, and so is the rank that kept it
-                    seen = now
-            if late:
+            if seen is None and (stopped or self._broken()):
+                seen = now
+            if now > self._deadline:
                 self.failures.append(f"not finished within {self._seconds:.0f} s, at {self.stage}")
-            if late or (seen is not None and now > seen + GRACE_SECS / 2):
-                self._leave(self._settle(self._watched, broken=True) or 1)
-                return
+            elif seen is None or now <= seen + GRACE_SECS / 2:
+                continue
+            elif stopped:
+                self.failures.append(f"stopped by SIGTERM, at {self.stage}")
+            self._leave(self._settle(self._watched, broken=True) or 1)
+
+    def _broken(self) -> bool:
+        """Whether a rank has left the run early."""
+        try:
+            return self._watched is not None and bool(self._watched.check(["broken"]))
+        except Exception:  # the store is gone, and so is the rank that kept it
+            return True
 
 
 def _ranks(ranks: list[int], world: int) -> str:

@@ -141,35 +141,48 @@ def test_a_failed_validation_ends_the_script_before_pretraining() -> None:
     assert done.stdout.splitlines()[-1].startswith("VALIDATION FAIL: backend embedded, expected deepep_v2")
 
 
-@pytest.mark.slow
-def test_slurm_with_stand_ins_for_its_commands(tmp_path: Path) -> None:
-    """``srun`` starts the command once for each node, side by side, with the node's number, as Slurm's own does."""
-    commands = {
+def slurm(commands: Path, srun: str, **more: object) -> subprocess.CompletedProcess[str]:
+    """``slurm.sbatch`` as a job of two nodes, with stand-ins for Slurm's commands in a folder."""
+    for name, body in {
         "scontrol": '[ "$*" = "show hostnames n[1-2]" ] && printf "127.0.0.1\\nn2\\n"',
-        "srun": """
-            while [ "$1" != bash ]; do shift; done
-            SLURM_NODEID=0 "$@" & first=$!
-            SLURM_NODEID=1 "$@" >/dev/null & second=$!
-            wait $first && wait $second
-        """,
-    }
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+        "srun": srun,
+    }.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (commands / name).chmod(0o755)
     environ = environment(
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        PATH=f"{commands}:{os.environ['PATH']}",
         SLURM_SUBMIT_DIR=ROOT,
         SLURM_JOB_NODELIST="n[1-2]",
         SLURM_NNODES=2,
         SLURM_JOB_ID=17,
-        MASTER_PORT=free_ports(),
+        SLURM_CPUS_ON_NODE=96,
         FABRIC="none",
-        NPROC=1,
-        ONLY="validate",
-        VALIDATE_FLAGS=f"{SMALL} --tokens 64 --blocks 1",
+        **more,
     )
     line = ["bash", str(LAUNCH / "slurm.sbatch")]
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+@pytest.mark.parametrize(("chosen", "cpus"), [({}, 96), ({"CPUS_PER_TASK": 12}, 12)], ids=["all", "chosen"])
+def test_slurm_gives_the_ranks_of_a_node_its_cpus(chosen: dict[str, object], cpus: int, tmp_path: Path) -> None:
+    done = slurm(tmp_path, 'printf "%s\\n" "$@"', **chosen)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    options = words[: words.index("bash")]
+    assert options == ["--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", str(cpus), "--kill-on-bad-exit=1"]
+
+
+@pytest.mark.slow
+def test_slurm_with_stand_ins_for_its_commands(tmp_path: Path) -> None:
+    """``srun`` starts the command once for each node, side by side, with the node's number, as Slurm's own does."""
+    srun = """
+        while [ "$1" != bash ]; do shift; done
+        SLURM_NODEID=0 "$@" & first=$!
+        SLURM_NODEID=1 "$@" >/dev/null & second=$!
+        wait $first && wait $second
+    """
+    flags = f"{SMALL} --tokens 64 --blocks 1"
+    done = slurm(tmp_path, srun, MASTER_PORT=free_ports(), NPROC=1, ONLY="validate", VALIDATE_FLAGS=flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "validation: 2 ranks" in done.stdout
     assert "VALIDATION PASS" in done.stdout

@@ -1,4 +1,4 @@
-"""``examples/validate.py`` as its readers run it, made to pass and made to fail, and its parts on made inputs."""
+"""``examples/validate.py`` as its readers run it, made to pass and made to fail."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
+from validate_cases import FAULTS, made_sysfs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import fabric_counters  # noqa: E402
-import validate_payloads as payloads  # noqa: E402
-from fabric_counters import Counters  # noqa: E402
-
 SECONDS = 90
 SMALL = shlex.split(
     "--device cpu --hidden 64 --tokens 64 --seq-len 32 --blocks 1 --expert-ffn 32 --warmup-steps 1 --steps 6"
@@ -53,38 +47,57 @@ class Ended:
         return self.printed.strip().splitlines()[-1] if self.printed.strip() else self.errors
 
 
-def run(world: int, *flags: object, fault: Path | None = None, kill: int | None = None) -> Ended:
+def run(
+    world: int,
+    *flags: object,
+    fault: Path | None = None,
+    absent: int | None = None,
+    printed: Callable[[str], object] | None = None,
+    kill: int | None = None,
+) -> Ended:
     """Start every rank by itself, without a launcher, so that each one's exit code is seen.
 
     Args:
         fault: a script to run in the place of validate.py, which it starts.
+        absent: a rank that is not started.
+        printed: called with each line that the first rank prints.
         kill: a rank to kill once the first step was taken.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks: list[subprocess.Popen[str]] = []
-    for rank in range(world):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks: dict[int, subprocess.Popen[str]] = {}
+    for rank in set(range(world)) - {absent}:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         line = [sys.executable, str(fault or EXAMPLES / "validate.py"), *SMALL, *map(str, flags)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(line, env=environment(**own), **pipes))  # type: ignore[call-overload]
+        ranks[rank] = subprocess.Popen(line, env=environment(**own), **pipes)  # type: ignore[call-overload]
     try:
-        head = ""
-        if kill is not None:
-            assert ranks[0].stdout is not None
-            for printed in ranks[0].stdout:
-                head += printed
-                if printed.startswith("WARMUP"):
+        head, first = "", ranks[min(ranks)].stdout
+        assert first is not None
+        if kill is not None or printed is not None:
+            for text in first:
+                head += text
+                if printed is not None:
+                    printed(text)
+                elif text.startswith("WARMUP"):
                     break
+        if kill is not None:
             ranks[kill].send_signal(signal.SIGKILL)
-        outputs = [process.communicate(timeout=SECONDS) for process in ranks]
+        outputs = [process.communicate(timeout=SECONDS) for process in ranks.values()]
     finally:
-        for process in ranks:
+        for process in ranks.values():
             process.kill()
     errors = "".join(stderr for _, stderr in outputs)
-    return Ended(codes=[process.returncode for process in ranks], printed=head + outputs[0][0], errors=errors)
+    return Ended(codes=[one.returncode for one in ranks.values()], printed=head + outputs[0][0], errors=errors)
+
+
+def torchrun(script: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    """Two ranks under the launcher."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    line = [sys.executable, *launch, *SMALL, *map(str, flags)]
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 def expected(warmup: int, steps: int) -> tuple[str, ...]:
@@ -116,9 +129,7 @@ def assert_lines(printed: str, patterns: Sequence[str]) -> None:
 
 
 def test_two_ranks_under_torchrun_pass_with_the_expected_lines() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "validate.py")]
-    line = [sys.executable, *launch, *SMALL, "--expect-backend", "embedded"]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = torchrun(EXAMPLES / "validate.py", "--expect-backend", "embedded")
     assert done.returncode == 0, done.stdout + done.stderr
     assert_lines(done.stdout, expected(1, 6))
     assert done.stdout.splitlines()[-1] == "VALIDATION PASS"
@@ -146,70 +157,6 @@ def test_another_backend_than_expected_fails_on_all_ranks() -> None:
     assert ended.last.startswith("VALIDATION FAIL: backend embedded, expected deepep_v2: the group has no CUDA device")
 
 
-FAULTS = {
-    "class": """
-        import megatron_moe_v2.buffers.embedded as embedded
-        class EmbeddedElasticBuffer(embedded.EmbeddedElasticBuffer):
-            pass
-        embedded.EmbeddedElasticBuffer = EmbeddedElasticBuffer
-    """,
-    "method": """
-        import megatron_moe_v2.buffers.embedded as embedded
-        original = embedded.EmbeddedElasticBuffer.combine
-        embedded.EmbeddedElasticBuffer.combine = lambda self, *args, **kwargs: original(self, *args, **kwargs)
-    """,
-    "payload": """
-        import torch.distributed as dist
-        original = dist.all_to_all_single
-        def flipped(got, sent, rows_in=None, *args, **kwargs):
-            work = original(got, sent, rows_in, *args, **kwargs)
-            if rows_in is not None and RANK == 1 and len(got) > 3:
-                got[3, 7] += 1
-            return work
-        dist.all_to_all_single = flipped
-    """,
-    "raises": """
-        import pretrain
-        original = pretrain.Trainer.step
-        def step(self, number, stop):
-            if RANK == 1 and number == 3:
-                raise OverflowError("made to fail")
-            return original(self, number, stop)
-        pretrain.Trainer.step = step
-    """,
-    "hangs": """
-        import time, pretrain
-        original = pretrain.Trainer.step
-        def step(self, number, stop):
-            if RANK == 1 and number == 3:
-                time.sleep(1000)
-            return original(self, number, stop)
-        pretrain.Trainer.step = step
-    """,
-    "loss": """
-        import pretrain
-        pretrain.learning_rate = lambda step, **schedule: -1e-3
-    """,
-    "sources": """
-        import validate_provenance
-        validate_provenance.source_digest = lambda: RANK
-    """,
-    "deep_ep": """
-        import deep_ep
-        class Buffer:
-            def dispatch(self): ...
-            def combine(self): ...
-        deep_ep.Buffer = Buffer
-    """,
-    "deep_ep-late": """
-        from megatron_moe_v2.probe import probe
-        import deep_ep
-        probe()
-        deep_ep.ElasticBuffer = type("ElasticBuffer", (deep_ep.ElasticBuffer,), {})
-    """,
-}
-
-
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A script that imports a module which breaks something, then runs validate.py in the same process."""
@@ -226,7 +173,16 @@ def fault(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        pytest.param("class", r"active class broken\.EmbeddedElasticBuffer is patched: it comes from \S+broken\.py"),
+        pytest.param(
+            "class",
+            r"active class broken\.EmbeddedElasticBuffer is patched: it comes from \S+broken\.py",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "wraps",
+            r"active class EmbeddedElasticBuffer\.combine is patched: it comes from \S+broken\.py",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "method",
             r"active class EmbeddedElasticBuffer\.combine is patched: it comes from \S+broken\.py",
@@ -244,7 +200,7 @@ def fault(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         pytest.param("sources", r"the ranks run different sources of megatron_moe_v2", marks=pytest.mark.slow),
     ],
     indirect=["fault"],
-    ids=["class", "method", "payload", "raises", "loss", "sources"],
+    ids=["class", "wraps", "method", "payload", "raises", "loss", "sources"],
 )
 def test_made_to_fail_names_the_reason_on_every_rank(fault: Path, reason: str) -> None:
     ended = run(2, fault=fault)
@@ -259,6 +215,65 @@ def test_made_to_fail_names_the_reason_on_every_rank(fault: Path, reason: str) -
     assert exact > 0
 
 
+@pytest.mark.parametrize("fault", ["start"], indirect=True)
+def test_a_rank_that_fails_before_the_group_exists_reaches_the_verdict(fault: Path) -> None:
+    ended = run(2, fault=fault)
+    assert ended.codes == [1, 1], ended.errors
+    assert ended.last == "VALIDATION FAIL: rank 1: RuntimeError at starting the process group: made to fail"
+
+
+@pytest.mark.parametrize("fault", ["destroy"], indirect=True)
+def test_a_failure_to_leave_the_group_comes_before_the_verdict(fault: Path) -> None:
+    ended = run(2, fault=fault)
+    assert ended.codes == [1, 1], ended.errors
+    assert ended.last == "VALIDATION FAIL: rank 1: RuntimeError at leaving the process group: made to fail"
+    assert "VALIDATION PASS" not in ended.printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1], ids=["first", "second"])
+def test_an_absent_rank_ends_the_others_in_time(absent: int) -> None:
+    started = time.monotonic()
+    ended = run(2, "--timeout", 8, absent=absent)
+    assert ended.codes == [1]
+    if absent == 0:
+        assert re.search(
+            r"^VALIDATION FAIL: .+ at connecting to the store of the process group.*; rank 1 never reached "
+            "the others$",
+            ended.errors,
+            re.MULTILINE,
+        )
+    else:
+        assert ended.last == (
+            "VALIDATION FAIL: rank 0: not finished within 8 s, at starting the process group; no word from rank 1"
+        )
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stopped"], indirect=True)
+def test_sigterm_is_seen_inside_the_rendezvous(fault: Path) -> None:
+    ended = run(2, fault=fault, absent=1)
+    assert ended.codes == [1]
+    assert ended.last == (
+        "VALIDATION FAIL: rank 0: stopped by SIGTERM, at starting the process group; no word from rank 1"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "stream"), [("first-dies", "stderr"), ("second-dies-first-blocks", "stdout")], indirect=["fault"]
+)
+def test_a_rank_that_dies_under_torchrun_leaves_a_verdict(fault: Path, stream: str) -> None:
+    started = time.monotonic()
+    done = torchrun(fault)
+    assert done.returncode == 1
+    assert "VALIDATION FAIL: " in getattr(done, stream), done.stdout + done.stderr
+    assert "VALIDATION PASS" not in done.stdout
+    assert "forcefully exiting" not in done.stderr
+    assert time.monotonic() - started < 40
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hangs"], indirect=True)
 def test_a_rank_that_hangs_ends_all_in_time(fault: Path) -> None:
@@ -269,7 +284,8 @@ def test_a_rank_that_hangs_ends_all_in_time(fault: Path) -> None:
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["first", "second"])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1], ids=["first", "second"])
 def test_a_killed_rank_ends_the_others_with_a_verdict(killed: int) -> None:
     started = time.monotonic()
     ended = run(2, "--steps", 100_000, kill=killed)
@@ -301,26 +317,20 @@ def test_a_replaced_class_of_deep_ep_is_named(
     assert "broken.py" in ended.last
 
 
-def made_sysfs(root: Path, kind: str, sent: int = 1000) -> Path:
-    """One fabric port and two interfaces; returns the fabric's counter."""
-    device = root / "class" / "infiniband" / ("rdmap0s6" if kind == "efa" else "mlx5_0") / "ports" / "1"
-    counter = device / ("hw_counters/tx_bytes" if kind == "efa" else "counters/port_xmit_data")
-    counter.parent.mkdir(parents=True)
-    counter.write_text(f"{sent}\n")
-    for interface, count in (("eth0", 50), ("lo", 7)):
-        statistics = root / "class" / "net" / interface / "statistics"
-        statistics.mkdir(parents=True)
-        (statistics / "tx_bytes").write_text(f"{count}\n")
-    return counter
+def test_only_what_the_round_trip_sent_by_fabric_counts(tmp_path: Path) -> None:
+    counter = made_sysfs(tmp_path, "efa")
 
+    def printed(line: str) -> None:
+        """A fabric that carries the gradients of the steps, and none of the round trip's tokens."""
+        if line.startswith("STEP 1/"):
+            counter.write_text("1_000_000_000\n")
 
-def test_no_fabric_bytes_on_two_nodes_fail(tmp_path: Path) -> None:
-    made_sysfs(tmp_path, "efa")
-    ended = run(2, "--pretend-nodes", 2, "--sysfs", tmp_path)
+    ended = run(2, "--pretend-nodes", 2, "--sysfs", tmp_path, printed=printed)
     assert ended.codes == [1, 1]
     assert_lines(ended.printed, [r"validation: 2 ranks on 2 nodes, cpu", r"nodes: PRETENDED, 0 \(.+\), 1 \(.+\)"])
-    reason = r"VALIDATION FAIL: no fabric bytes: node 0 \(.+\): 0 bytes sent by efa rdmap0s6/1, 0 by sockets; at least "
-    found = re.match(reason + r"([\d,]+) had to leave it", ended.last)
+    assert re.search(r"^fabric: 1,999,998,000 bytes sent;", ended.printed, re.MULTILINE)
+    reason = r"VALIDATION FAIL: no fabric bytes: node 0 \(.+\), round trip: 0 bytes sent by efa rdmap0s6/1, "
+    found = re.match(reason + r"0 by sockets; at least ([\d,]+) had to leave it", ended.last)
     assert found is not None, ended.last
     assert int(found[1].replace(",", "")) > 64 * 64 * 4
 
@@ -359,60 +369,3 @@ def test_two_nodes_without_a_fabric_pass_where_that_is_said(tmp_path: Path) -> N
     ended = run(2, "--pretend-nodes", 2, "--sysfs", tmp_path, "--no-fabric")
     assert ended.codes == [0, 0]
     assert "sent by no fabric device" in ended.printed
-
-
-@pytest.mark.parametrize(("kind", "factor"), [("efa", 1), ("infiniband", 4)])
-def test_counters_of_a_made_tree(kind: str, factor: int, tmp_path: Path) -> None:
-    counter = made_sysfs(tmp_path, kind)
-    broken = tmp_path / "class" / "infiniband" / "mlx5_9" / "ports" / "1" / "counters"
-    broken.mkdir(parents=True)
-    (broken / "port_xmit_data").write_text("N/A (no PMA)\n")
-    before = fabric_counters.read_counters(tmp_path)
-    counter.write_text("1250\n")
-    (tmp_path / "class" / "net" / "eth0" / "statistics" / "tx_bytes").write_text("80\n")
-    sent = fabric_counters.sent_between(before, fabric_counters.read_counters(tmp_path))
-    assert (sent.fabric, sent.sockets, sent.loopback) == (250 * factor, 30, 0)
-    assert sent.devices == [f"{kind} {'rdmap0s6' if kind == 'efa' else 'mlx5_0'}/1"]
-
-
-def test_counters_that_were_reset_or_came_later() -> None:
-    before = Counters(fabric={"efa a/1": 100}, sockets={"lo": 5})
-    after = Counters(fabric={"efa a/1": 30, "efa b/1": 9000}, sockets={"lo": 6, "eth0": 1})
-    sent = fabric_counters.sent_between(before, after)
-    assert (sent.fabric, sent.sockets, sent.loopback, sent.devices) == (30, 0, 1, ["efa a/1"])
-
-
-def sizes(experts: int, topk: int, tokens: int = 96) -> payloads.Sizes:
-    shape = {"tokens": tokens, "hidden": 64, "experts": experts, "topk": topk}
-    return payloads.Sizes(**shape, dtype=torch.bfloat16, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("experts", "topk"), [(1, 1), (8, 8), (16, 4), (256, 8), (384, 32)])
-def test_selections_are_distinct_and_reach_many_experts(experts: int, topk: int) -> None:
-    chosen = payloads.selections(torch.arange(4096), sizes(experts, topk))
-    assert chosen.shape == (4096, topk)
-    assert int(chosen.min()) >= 0
-    assert int(chosen.max()) < experts
-    assert all(len(set(row)) == topk for row in chosen.tolist())
-    assert len(chosen.unique()) == experts
-
-
-def test_rows_are_exact_in_bfloat16_up_to_32_copies_and_say_whose_they_are() -> None:
-    numbers = torch.arange(5000)
-    values = payloads.rows(numbers, sizes(8, 2))
-    assert torch.equal((values * 32).double(), values.double() * 32)
-    assert float(values.abs().max()) <= 8
-    assert len(values.unique(dim=0)) == 5000
-    powers = payloads.BASE ** torch.arange(payloads.DIGITS)
-    assert torch.equal((values[:, : payloads.DIGITS].long() * powers).sum(1), numbers)
-
-
-@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]], ids=["one", "two", "four"])
-def test_bytes_that_must_leave_a_node(nodes: list[int]) -> None:
-    shape = sizes(16, 4)
-    for rank in range(4):
-        copies = 0
-        for token in range(rank * 96, (rank + 1) * 96):
-            experts = payloads.selections(torch.tensor([token]), shape)[0].tolist()
-            copies += len({nodes[expert // 4] for expert in experts} - {nodes[rank]})
-        assert payloads.crossing_bytes(rank, nodes, shape) == copies * 64 * 2
