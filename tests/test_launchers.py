@@ -16,6 +16,7 @@ import pytest
 from megatron_moe_v2.cli.env import FABRICS
 
 ROOT = Path(__file__).resolve().parent.parent
+SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
 LAUNCH = ROOT / "examples" / "launch"
 SCRIPTS = ("torchrun.sh", "slurm.sbatch")
 MANIFESTS = ("pytorchjob-ib.yaml", "pytorchjob-efa.yaml")
@@ -54,10 +55,10 @@ def test_shell_syntax(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+@pytest.mark.skipif(SHELLCHECK is None, reason="needs shellcheck")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_shellcheck(name: str) -> None:
-    done = subprocess.run(["shellcheck", str(LAUNCH / name)], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(SHELLCHECK), str(LAUNCH / name)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
