@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron_cpu import make_cpu_capable
 from parallel import Ranks
-from records import Record, StepLog, trajectory_line
+from records import Record, StepLog, require_writable, trajectory_line
 from text_data import Batch, Windows, read_text, standard_library
 from torch import Tensor, nn
 
@@ -351,6 +351,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    require_writable("megatron_pretrain.py", [("--out", args.out / "log.jsonl")])
     make_cpu_capable()
     ranks = parallel.start(args.device)
     try:

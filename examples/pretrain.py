@@ -9,7 +9,6 @@ batch; the experts of every block are spread over all ranks. See README.md besid
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from fp8_experts import runs_deep_gemm
 from moe_model import ModelConfig, MoELanguageModel, RouterStats
 from optimizers import build_optimizer, learning_rate, set_learning_rate
 from parallel import Ranks, StopRequest
-from records import Record, StepLog, read_log, trajectory_line
+from records import Record, StepLog, read_log, require_writable, trajectory_line
 from text_data import Batch, Windows, read_text, standard_library
 from torch import Tensor
 
@@ -103,18 +102,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def require_writable(args: argparse.Namespace) -> None:
-    """End this rank, like every other, where the run could not write its log, checkpoints or pictures."""
+def places(args: argparse.Namespace) -> list[tuple[str, Path]]:
+    """What the run will write, with the option that says where."""
     files = [("--loss-log", args.loss_log) if args.loss_log else ("--out", args.out / "log.jsonl")]
     if not (args.no_save and args.no_plots):
         files.append(("--out", args.out / "checkpoints"))
-    for option, file in files:
-        file = file.absolute()
-        there = next(place for place in (file, *file.parents) if os.path.exists(place))
-        if there != file and not there.is_dir():
-            raise SystemExit(f"pretrain.py: {option}: cannot write {file}: {there} is no folder")
-        if not os.access(there, os.W_OK):
-            raise SystemExit(f"pretrain.py: {option}: cannot write {file}: {there} is not writable")
+    return files
 
 
 def objective(logits: Tensor, batch: Batch, stats: RouterStats, balance: float, stop: bool) -> tuple[Tensor, Record]:
@@ -282,7 +275,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    require_writable(args)
+    require_writable("pretrain.py", places(args))
     ranks = parallel.start(args.device)
     try:
         train(args, ranks)

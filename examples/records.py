@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,17 @@ from types import TracebackType
 from typing import Any
 
 Record = dict[str, Any]
+
+
+def require_writable(script: str, places: list[tuple[str, Path]]) -> None:
+    """End this rank, like every other, where the run could not write one of its files; each comes with its option."""
+    for option, file in places:
+        file = file.absolute()
+        there = next(place for place in (file, *file.parents) if os.path.exists(place))
+        if there != file and not there.is_dir():
+            raise SystemExit(f"{script}: {option}: cannot write {file}: {there} is no folder")
+        if not os.access(there, os.W_OK):
+            raise SystemExit(f"{script}: {option}: cannot write {file}: {there} is not writable")
 
 
 def smoothed(losses: list[float], window: int = 10) -> float:

@@ -28,7 +28,7 @@ from moe_model import Choose, ModelConfig, MoELanguageModel
 from optimizers import build_optimizer, create_state, learning_rate, set_learning_rate, set_step
 from parallel import Ranks, StopRequest
 from pretrain import PRESETS, SIZES, objective
-from records import Record, StepLog
+from records import Record, StepLog, require_writable
 from rl_buffers import PhaseBuffers
 from rl_grpo import advantages, answer_logprobs, grpo_terms
 from rl_rollout import Rollout, Sampler, gumbel_noise
@@ -332,6 +332,7 @@ def finetune(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    require_writable("rl_finetune.py", [("--out", args.out / "log.jsonl")])
     ranks = parallel.start(args.device)
     try:
         finetune(args, ranks)

@@ -223,10 +223,23 @@ def agreement_timeout(environ: Mapping[str, str] | None = None) -> float:
         return Settings.agree_secs
 
 
+def _letters(name: str) -> str:
+    return name.upper().replace("_", "")
+
+
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with this package's prefix that nothing reads, each with the nearest that something does."""
-    names = [name for name in environ if name.startswith(PREFIX) and name not in _BY_NAME]
-    return {name: difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0] for name in names}
+    """Variables with this package's prefix that nothing reads, each with the nearest that something does.
+
+    Those of another prefix that begins alike too, where what follows is a setting's name.
+    """
+    ends = tuple(_letters(variable.suffix) for variable in VARIABLES)
+    names = [
+        name
+        for name in environ
+        if name not in _BY_NAME
+        and (name.startswith(PREFIX) or (_letters(name).startswith("MCOREDEEPEP") and _letters(name).endswith(ends)))
+    ]
+    return {name: difflib.get_close_matches(name.upper(), _BY_NAME, n=1, cutoff=0.0)[0] for name in names}
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -98,6 +98,14 @@ def test_unknown_name_suggests_the_nearest(name: str, nearest: str, caplog: pyte
     assert re.search(rf"\b{PREFIX}{name}\b.*\b{PREFIX}{nearest}\b", record.getMessage())
 
 
+@pytest.mark.parametrize("name", ["MCORE_DEEPEP_BACKEND", "MCORE_DEEPEPV2_MODE", "mcore_deepep_v2_backend"])
+def test_a_slip_in_the_prefix_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, settings.__name__):
+        assert read({name: "direct"}) == Settings()
+    (record,) = caplog.records
+    assert f"{name} is no setting of this package; did you mean {PREFIX}" in record.getMessage()
+
+
 def test_other_names_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert read({"MCORE_DEEPEP": "x", "PATH": "y"}) == Settings()
     assert not caplog.records
