@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .errors import SettingsError
+from .names import squashed
 
 __all__ = [
     "PREFIX",
@@ -223,23 +224,24 @@ def agreement_timeout(environ: Mapping[str, str] | None = None) -> float:
         return Settings.agree_secs
 
 
-def _letters(name: str) -> str:
-    return name.upper().replace("_", "")
+_BY_SQUASHED = {squashed(name): name for name in _BY_NAME}
 
 
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with this package's prefix that nothing reads, each with the nearest that something does.
+    """Variables with this package's prefix that nothing reads, or nearly a setting's name, each with the one meant."""
+    found = {}
+    for name in environ:
+        if name in _BY_NAME:
+            continue
+        cutoff = 0.0 if name.startswith(PREFIX) else _SLIP
+        nearest = difflib.get_close_matches(squashed(name), _BY_SQUASHED, n=1, cutoff=cutoff)
+        if nearest:
+            found[name] = _BY_SQUASHED[nearest[0]]
+    return found
 
-    Those of another prefix that begins alike too, where what follows is a setting's name.
-    """
-    ends = tuple(_letters(variable.suffix) for variable in VARIABLES)
-    names = [
-        name
-        for name in environ
-        if name not in _BY_NAME
-        and (name.startswith(PREFIX) or (_letters(name).startswith("MCOREDEEPEP") and _letters(name).endswith(ends)))
-    ]
-    return {name: difflib.get_close_matches(name.upper(), _BY_NAME, n=1, cutoff=0.0)[0] for name in names}
+
+_SLIP = 0.85
+"""How alike a name without the prefix must be to a setting's to be taken for a slip."""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -15,10 +15,9 @@ from megatron_moe_v2.cli.doctor.environment import (
     NCCL_VARIABLES,
     Surroundings,
     environment_check,
-    misprefixed,
 )
 from megatron_moe_v2.cli.env import FABRICS, effective
-from megatron_moe_v2.settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read
+from megatron_moe_v2.settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read, unknown
 
 ROOT = Path(__file__).parent.parent
 RDMA = {"ib": "infiniband", "roce": "infiniband", "efa": "efa", "nvlink": None, "single-gpu": None}
@@ -116,14 +115,14 @@ def test_a_wrong_prefix_is_shown_and_diagnosed(name: str, meant: str) -> None:
     (found,) = (one for one in effective({name: "1"}) if one.problem)
     assert (found.name, found.value) == (name, "1")
     assert found.problem == f"nothing reads it; did you mean {PREFIX}{meant}?"
-    (unknown,) = (one for one in environment_check({name: "1"}, Surroundings()) if one.id == "unknown-variables")
-    assert (unknown.status, unknown.found) == ("warn", f"{name} (did you mean {PREFIX}{meant}?)")
+    (slip,) = (one for one in environment_check({name: "1"}, Surroundings()) if one.id == "unknown-variables")
+    assert (slip.status, slip.found) == ("warn", f"{name} (did you mean {PREFIX}{meant}?)")
 
 
 def test_names_of_others_are_no_wrong_prefix() -> None:
     others = ("MCORE_VERSION", "MODE", "BACKEND", "MEGATRON_CORE_0_16", "DEEPEP_HOME", "MAX_TOKENS_PER_RANK", "HIDDEN")
     environ = dict.fromkeys([*others, *EP_VARIABLES, *NCCL_VARIABLES, *(one.name for one in VARIABLES)], "1")
-    assert misprefixed(environ) == {}
+    assert unknown(environ) == {}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from .names import named, squashed
+from ..names import named, squashed
 
 __all__ = ["main"]
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ..errors import MoEError
+from ..names import named
 from ..pool import PooledBuffer, close_buffers
 from ..prepare import prepare_buffer
 from . import local_ranks, report, tables
 from .beside import BESIDE, chosen, embedded_buffer, embedded_subject, raw_subjects
 from .measure import LAYOUTS, PHASES, PLAIN, PLAIN_KEPT, Subject, measure, subjects
-from .names import named
 from .verify import Oracle, make_inputs
 
 __all__ = ["main"]

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..names import named
 from ..settings import DEEPEP_DEFAULTS, PREFIX, TUNE, VARIABLES, Settings, read, unknown
-from .doctor.environment import misprefixed
-from .names import named
 
 __all__ = ["FABRICS", "FABRIC_ALIASES", "Export", "effective", "main"]
 
@@ -236,7 +235,7 @@ def effective(environ: Mapping[str, str]) -> list[Effective]:
             found.append(Effective(name=name, value=value, origin="set by this package when DeepEP V2 is used"))
         else:
             found.append(Effective(name=name, value="(unset)", origin=f"unset, and {PREFIX}SET_ENV=0"))
-    for name, nearest in (unknown(environ) | misprefixed(environ)).items():
+    for name, nearest in unknown(environ).items():
         problem = f"nothing reads it; did you mean {nearest}?"
         found.append(Effective(name=name, value=environ[name], origin="environment", problem=problem))
     return found

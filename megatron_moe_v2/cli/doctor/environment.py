@@ -6,11 +6,10 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ...settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read
-from ..names import squashed
+from ...settings import DEEPEP_DEFAULTS, PREFIX, VARIABLES, read, unknown
 from .findings import FAIL, OK, WARN, Finding, Status, numbers
 
-__all__ = ["Surroundings", "environment_check", "misprefixed", "relevant", "wanted_backend"]
+__all__ = ["Surroundings", "environment_check", "relevant", "wanted_backend"]
 
 GROUP = "environment"
 
@@ -42,7 +41,6 @@ NCCL_VARIABLES = (
 )  # fmt: skip
 
 _OURS = tuple(variable.name for variable in VARIABLES)
-_SQUASHED = {squashed(name): name for name in _OURS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,27 +107,12 @@ def _settings(environ: Mapping[str, str]) -> Finding:
     )
 
 
-def misprefixed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with nearly this package's prefix, in another case or spelling, each with the name that is near."""
-    found = {}
-    for name in environ:
-        if name.startswith((PREFIX, "EP_", "NCCL_")):
-            continue
-        cutoff = 0.0 if squashed(name).startswith("mcoredeepep") else 0.85
-        nearest = difflib.get_close_matches(squashed(name), _SQUASHED, n=1, cutoff=cutoff)
-        if nearest:
-            found[name] = _SQUASHED[nearest[0]]
-    return found
-
-
 def _unknown(environ: Mapping[str, str]) -> Finding:
     """EP_ is a prefix that scripts use too: there, and in NCCL's many, only what looks like a slip is reported."""
-    slips = [f"{name} (did you mean {nearest}?)" for name, nearest in sorted(misprefixed(environ).items())]
+    slips = [f"{name} (did you mean {nearest}?)" for name, nearest in sorted(unknown(environ).items())]
     for name in sorted(environ):
-        known, cutoff = _OURS, 0.0
-        if name.startswith(PREFIX):
-            pass
-        elif name.startswith("EP_"):
+        known: tuple[str, ...]
+        if name.startswith("EP_"):
             known, cutoff = EP_VARIABLES, 0.6 if name.startswith(("EP_JIT", "EP_GIN", "EP_DISABLE")) else 0.8
         elif name.startswith("NCCL_"):
             known, cutoff = NCCL_VARIABLES, 0.88

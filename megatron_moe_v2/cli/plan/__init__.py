@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SettingsError
+from ...names import named
 from ...settings import PREFIX
 from ..doctor.findings import FAIL, Finding
 from ..env import FABRIC_ALIASES, FABRICS
-from ..names import named
 from .limits import find_limits
 from .memory import Activations, activations, combine_row_bytes, dispatch_row_bytes, num_buffer_bytes, padded
 from .model import PRESETS, Cluster, Model, from_config
