@@ -39,6 +39,7 @@ from .streams import finish
 __all__ = [
     "FusedCombine",
     "FusedDispatch",
+    "apply",
     "as_delivered",
     "keep_combine",
     "keep_dispatch",
@@ -112,6 +113,13 @@ def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor | 
     """Cached dispatch of the gradient, padding rows zero, and its event. Collective over the group."""
     handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
     return launch_cached_dispatch(ctx.call, _gradient(ctx.call, grad, ctx.combined), handle)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, without what that does for ``torch.func`` where it is not at work."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # which says that it does not serve them
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class FusedDispatch(torch.autograd.Function):

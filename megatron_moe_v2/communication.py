@@ -142,7 +142,7 @@ class DispatchHandle:
         return align_counts(self.ep_handle.num_unaligned_recv_tokens_per_expert, self.call.expert_alignment)
 
     @functools.cached_property
-    def flat(self) -> tuple[tuple[Tensor, ...], HandleSkeleton]:
+    def flat(self) -> tuple[tuple[Tensor | None, ...], HandleSkeleton]:
         """``ep_handle`` taken apart, for ``save_for_backward``."""
         return flatten_handle(self.ep_handle)
 

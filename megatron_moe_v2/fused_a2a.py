@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from .autograd import FusedCombine, FusedDispatch, as_delivered
+from .autograd import FusedCombine, FusedDispatch, apply, as_delivered
 from .call_checks import Layout, check_each, check_handle, compare, key_of, refuse_check_in_capture, resolve
 from .communication import DispatchHandle
 from .errors import BufferClosedError, InputError
@@ -214,8 +214,7 @@ def fused_dispatch(
     if layout_cache is not None or load_stats is not None or fp8 is not None or call.entry.check:
         call = check_each(call, x, token_indices, token_probs, layout_cache, load_stats)
     if wait:
-        returned = FusedDispatch.apply(x, token_indices, token_probs, call, layout_cache)  # type: ignore[no-untyped-call]
-        delivered: Any = as_delivered(returned)
+        delivered: Any = as_delivered(apply(FusedDispatch, x, token_indices, token_probs, call, layout_cache))
     else:
         delivered = launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
     if known is None and key is not None:
@@ -289,7 +288,7 @@ def fused_combine(
         compare("combine", call, x)
     if not wait:
         return launch_pending_combine(call, x, handle)
-    return FusedCombine.apply(x, handle, call), None  # type: ignore[no-untyped-call]
+    return apply(FusedCombine, x, handle, call), None
 
 
 def set_deepep_num_sms(num_sms: int) -> None:

@@ -107,9 +107,12 @@ class BufferPool:
         return entry
 
     def recall(self, key: Any) -> Any:
-        """What ``calls`` holds under ``key``, None if that is nothing or its buffer is gone."""
-        call = self.calls.get(key)
-        if call is None or not call.entry.usable:
+        """What ``calls`` holds under ``key``, None if that is nothing, or no key, or its buffer was closed."""
+        try:
+            call = self.calls.get(key)
+        except TypeError:  # an option that is not hashable, which the checks find
+            return None
+        if call is None or call.entry.closed:
             return None
         if time.monotonic() >= self._look_again:
             self._warn_of_changes()
@@ -234,7 +237,10 @@ class BufferPool:
         )
         entry = None
         try:
-            built = constructor_of(backend)(group, **asdict(spec))
+            sizes = asdict(spec)
+            if backend.name == "deepep_v1":
+                sizes["num_sms"] = max(decided["num_sms"], 0)
+            built = constructor_of(backend)(group, **sizes)
             entry = PooledBuffer(group, spec, backend, built, num_sms=decided["num_sms"], check=settings.check)
         except MoEError as error:
             failure = error
@@ -338,8 +344,6 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
     Raises:
         InputError: a mesh of more dimensions, or no default group.
     """
-    if isinstance(group, dist.ProcessGroup):
-        return group
     if group is None:
         world = dist.group.WORLD
         if world is None:
@@ -347,6 +351,8 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
                 "no process group", fix="Call torch.distributed.init_process_group(), also for a single rank."
             )
         return world
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if not isinstance(group, DeviceMesh):
         raise InputError("group", got=type(group).__name__, expected="a ProcessGroup, a DeviceMesh or None")
     if group.ndim != 1:

@@ -28,7 +28,7 @@ __all__ = ["prepare_buffer"]
 
 logger = logging.getLogger(__name__)
 
-TUNED_NUM_SMS = (16, 24, 32, 64)
+TUNED_NUM_SMS = (16, 24, 32, 64, 96, 128)
 """SM counts that tuning tries beside DeepEP's estimate: its dispatch is best at about 24, its expert combine at 64."""
 
 _WARM_TOKENS = 16

@@ -41,7 +41,7 @@ timings() {
     if [ "$gpus" -gt 1 ]; then (
         on 0,1
         export MCORE_DEEPEP_V2_MODE=direct MCORE_DEEPEP_V2_NUM_SMS=tune
-        run 90 layouts2 "${two[@]}" scripts/gpu_layouts.py
+        run 180 layouts2 "${two[@]}" scripts/gpu_layouts.py
         for shape in 0 1; do
             run 90 "megatron2-$shape" "${two[@]}" scripts/gpu_megatron.py --shape "$shape" --seconds 85
         done

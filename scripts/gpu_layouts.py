@@ -17,8 +17,9 @@ Forward and backward of router output in, rows grouped by expert, identity exper
 (a), (b), (e) and (f) call megatron-core's own functions and are left out where it, or Transformer Engine, is missing.
 Rounds are interleaved. "GPU ms" is the sum of kernel times from torch.profiler (with several ranks the least of several
 rounds, for waiting counts), "elapsed ms" the median between CUDA events of one step begun with an idle device, "back to
-back" that of a step among ten in a row, all of rank 0. All must give the same output. Below it (d) beside the same four
-calls made on DeepEP directly, and the host's time for each.
+back" that of a step among ten in a row, all of rank 0. A backward runs in the calling thread: what handing it over to
+autograd's own costs is paid once a step in training, not once a layer (``--threads`` for that). All must give the same
+output. Below it (d) beside the same four calls made on DeepEP directly, and the host's time for each.
 """
 
 from __future__ import annotations
@@ -125,20 +126,6 @@ class Scene:
 
         return step
 
-    def raw(self, raw: Any, num_sms: int) -> Step:
-        sizes = {"num_experts": NUM_EXPERTS, "num_max_tokens_per_rank": self.tokens, "expert_alignment": 1}
-        x, weights = self.x.detach(), self.weights.detach()
-
-        def step() -> None:
-            recv_x, _, recv_w, handle, _ = raw.dispatch(
-                x, topk_idx=self.idx, topk_weights=weights, num_sms=num_sms, do_expand=True, **sizes
-            )
-            raw.combine(recv_x, handle, num_sms=num_sms)
-            grad, *_ = raw.dispatch(self.upstream, handle=handle, num_sms=num_sms, do_expand=True, **sizes)
-            raw.combine(grad, handle, topk_weights=recv_w, num_sms=num_sms)
-
-        return step
-
 
 def elapsed(step: Step) -> float:
     if dist.get_world_size() > 1:
@@ -201,7 +188,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8192x2048,4096x7168", help="tokens x hidden, comma separated")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes in our calls, at one rank")
+    parser.add_argument("--threads", action="store_true", help="let a backward run in autograd's own thread")
     args = parser.parse_args()
+    torch.autograd.set_multithreading_enabled(args.threads)
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     where = {} if "RANK" in os.environ else {"init_method": "tcp://127.0.0.1:29611", "rank": 0, "world_size": 1}
@@ -296,83 +285,141 @@ def table(steps: dict[str, Step], scene: Scene, bandwidth: float) -> None:
 
 
 def overhead(scene: Scene, entry: Any) -> None:
+    """(d) beside the same four calls made on DeepEP: alone, and in the least autograd functions that can make them."""
     raw = entry.buffer.raw
     num_sms = entry.num_sms_for(NUM_EXPERTS, NUM_TOPK, True)
-    ours, theirs = scene.flex("expert"), scene.raw(raw, num_sms)
-    for step in (ours, theirs):
-        step()
-    gpu = {"ours": [], "raw": []}  # type: dict[str, list[float]]
-    for _ in range(3):
-        gpu["ours"].append(kernels(ours)[0])
-        gpu["raw"].append(kernels(theirs)[0])
-    mine, other = statistics.median(gpu["ours"]), statistics.median(gpu["raw"])
-    times = [f"{statistics.median(elapsed(one) for _ in range(9)):.3f} ms" for one in (ours, theirs)]
-    times += [f"{back_to_back(one):.3f} ms" for one in (ours, theirs)]
-    say(f"elapsed: ours {times[0]}, DeepEP alone {times[1]}; back to back {times[2]} and {times[3]}")
-    say(f"GPU time of four calls, expert layout: ours {mine:.3f} ms, DeepEP alone {other:.3f} ms, {mine / other:.3f}")
-    say(f"kernels: ours {kernels(ours)[1]}, DeepEP alone {kernels(theirs)[1]} (of ours 2 fill gradients in the test)")
-    say(f"host time a call beyond DeepEP's, calls back to back: {host_times(scene, entry, num_sms, idle=False)}")
-    say(f"with an idle device and cold caches before each: {host_times(scene, entry, num_sms, idle=True)}\n")
+    theirs = Direct(raw, scene.idx, num_sms=num_sms, ceiling=scene.tokens)
+    steps = {
+        "ours": scene.flex("expert"),
+        "bare autograd functions": lambda: scene.backward(*theirs.through_autograd(scene.x, scene.weights)),
+        "DeepEP alone": lambda: theirs.step(scene.x.detach(), scene.weights.detach(), scene.upstream),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(ROUNDS):
+        for name, step in steps.items():
+            spent = elapsed(step)
+            if turn > 2:
+                times[name].append(spent)
+    say("| | elapsed ms | back to back ms | GPU ms | kernels |\n" + "|---" * 5 + "|")
+    for name, step in steps.items():
+        gpu, count = kernels(step)
+        say(f"| {name} | {statistics.median(times[name]):.3f} | {back_to_back(step):.3f} | {gpu:.3f} | {count} |")
+    say("")
+    for idle, how in ((False, "calls back to back"), (True, "an idle device and cold caches before each")):
+        say(f"host time a call, {how}: {host_times(scene, theirs, idle=idle)}")
+    say("")
 
 
-class Bare(torch.autograd.Function):
+class Direct:
+    """The four calls of a step of the expert layout made on DeepEP's own buffer.
+
+    Args:
+        ceiling: most tokens of a rank, as the buffer was built for.
+    """
+
+    def __init__(self, raw: Any, idx: Tensor, *, num_sms: int, ceiling: int) -> None:
+        self.raw, self.idx, self.num_sms = raw, idx, num_sms
+        self.sizes = {
+            "num_experts": NUM_EXPERTS,
+            "num_max_tokens_per_rank": ceiling,
+            "expert_alignment": 1,
+            "num_sms": num_sms,
+            "do_expand": True,
+        }
+
+    def dispatch(self, x: Tensor, weights: Tensor) -> Any:
+        return self.raw.dispatch(x, topk_idx=self.idx, topk_weights=weights, **self.sizes)
+
+    def again(self, x: Tensor, handle: Any) -> Tensor:
+        return self.raw.dispatch(x, handle=handle, **self.sizes)[0]  # type: ignore[no-any-return]
+
+    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> Any:
+        return self.raw.combine(x, handle, topk_weights=weights, num_sms=self.num_sms)
+
+    def step(self, x: Tensor, weights: Tensor, upstream: Tensor) -> None:
+        recv_x, _, recv_weights, handle, _ = self.dispatch(x, weights)
+        self.combine(recv_x, handle)
+        self.combine(self.again(upstream, handle), handle, recv_weights)
+
+    def through_autograd(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        recv_x, recv_weights, handle = BareDispatch.apply(x, weights, self)
+        return BareCombine.apply(recv_x, handle, self), recv_weights
+
+
+class BareDispatch(torch.autograd.Function):
     """The least that a dispatch with gradients can cost: DeepEP's call, and its handle's tensors saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, send: Any) -> tuple[Any, ...]:
-        recv_x, _, recv_weights, handle, _ = send(x, weights)
+    def forward(ctx: Any, x: Tensor, weights: Tensor, direct: Direct) -> tuple[Any, ...]:
+        recv_x, _, recv_weights, handle, _ = direct.dispatch(x, weights)
         ctx.save_for_backward(*[one for one in vars(handle).values() if isinstance(one, Tensor)])
+        ctx.handle, ctx.direct = handle, direct
         return recv_x, recv_weights, handle
 
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: None) -> tuple[Any, ...]:
+        assert ctx.saved_tensors
+        return (*ctx.direct.combine(grad_x, ctx.handle, grad_weights)[:2], None)
 
-def host_times(scene: Scene, entry: Any, num_sms: int, *, idle: bool) -> str:
-    """Median microseconds of the Python call, ours less DeepEP's.
+
+class BareCombine(torch.autograd.Function):
+    """As :class:`BareDispatch`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: Any, direct: Direct) -> Tensor:
+        ctx.save_for_backward(*[one for one in vars(handle).values() if isinstance(one, Tensor)])
+        ctx.handle, ctx.direct = handle, direct
+        return direct.combine(x, handle)[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        assert ctx.saved_tensors
+        return ctx.direct.again(grad, ctx.handle), None, None
+
+
+def host_times(scene: Scene, theirs: Direct, *, idle: bool, rounds: int = 500) -> str:
+    """Median microseconds of the Python call, ours less DeepEP's, in turn with each other.
 
     Few tokens, so that a call back to back with others does not wait for the device; a dispatch always waits for its
     own counts. With ``idle`` the device is waited for and the caches are filled with something else before each call.
     """
-    raw, tokens = entry.buffer.raw, 16
-    sizes = {"num_experts": NUM_EXPERTS, "num_max_tokens_per_rank": scene.tokens, "expert_alignment": 1}
+    tokens = 16
     x, weights, idx = scene.x.detach()[:tokens], scene.weights.detach()[:tokens], scene.idx[:tokens]
     leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    few = Direct(theirs.raw, idx, num_sms=theirs.num_sms, ceiling=scene.tokens)
     recv_x, _, _, _, handle = fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert")
+    plain = recv_x.detach()
     kept = torch.ones(2**22), torch.ones(2**22)
-
-    def send(x: Tensor, weights: Tensor) -> tuple[Any, ...]:
-        return raw.dispatch(  # type: ignore[no-any-return]
-            x, topk_idx=idx, topk_weights=weights, num_sms=num_sms, do_expand=True, **sizes
-        )
-
-    pairs: dict[str, tuple[Step, ...]] = {
+    phases: dict[str, tuple[Step, ...]] = {
         "dispatch": (
             lambda: fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert"),
-            lambda: send(x, weights),
-            lambda: Bare.apply(leaf, leaf_weights, send),
+            lambda: few.dispatch(x, weights),
+            lambda: BareDispatch.apply(leaf, leaf_weights, few),
         ),
         "combine": (
             lambda: fused_combine(recv_x, None, handle),
-            lambda: raw.combine(recv_x.detach(), handle.ep_handle, num_sms=num_sms),
+            lambda: few.combine(plain, handle.ep_handle),
+            lambda: BareCombine.apply(recv_x, handle.ep_handle, few),
         ),
     }
     texts = []
-    for name, sides in pairs.items():
-        medians = []
-        for run in sides:
-            times = []
-            for _ in range(300):
+    for name, sides in phases.items():
+        times: list[list[float]] = [[] for _ in sides]
+        for _ in range(rounds):
+            for run, column in zip(sides, times, strict=True):
                 if idle:
                     torch.cuda.synchronize()
                     kept[0].copy_(kept[1])
                 start = time.perf_counter()
                 result = run()
-                times.append(time.perf_counter() - start)
+                column.append(time.perf_counter() - start)
                 del result
-            torch.cuda.synchronize()
-            medians.append(statistics.median(times) * 1e6)
-        mine, other = medians[:2]
-        bare = "".join(f"; {one - other:.0f} of a bare autograd function" for one in medians[2:])
-        texts.append(f"{name} {mine - other:.0f} µs ({mine:.0f} against {other:.0f}{bare})")
-    return ", ".join(texts)
+        mine, other, bare = (statistics.median(column) * 1e6 for column in times)
+        texts.append(
+            f"{name} {mine:.0f} µs, {mine - other:.0f} beyond DeepEP's {other:.0f}, a bare autograd function's "
+            f"{bare - other:.0f}"
+        )
+    return "; ".join(texts)
 
 
 def host_profile(scene: Scene, raw: Any) -> None:

@@ -259,6 +259,32 @@ def chosen_num_sms(rank: int, world: int) -> dict[str, int]:
     return seen
 
 
+def num_sms_of_v1(rank: int, world: int) -> dict[str, Any]:
+    """SM counts of V1 with buffers for few and for many, after them, and a call that wants more than the buffer's."""
+    os.environ.pop("MCORE_DEEPEP_V2_NUM_SMS")
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v1"
+    join_nccl(rank, world)
+    import deep_ep
+
+    from megatron_moe_v2 import close_buffers, fused_dispatch, set_deepep_num_sms
+    from megatron_moe_v2.errors import LimitError
+
+    _, x, idx, weights = next(scenes(rank, world))
+    seen: dict[str, Any] = {"usual": deep_ep.Buffer.num_sms}
+    for wish in (8, 32, 0):
+        set_deepep_num_sms(wish)
+        *_, handle = fused_dispatch(x, idx, weights, E, None)
+        seen[str(wish)] = deep_ep.Buffer.num_sms
+        if wish == 8:
+            try:
+                handle.call.entry.buffer.combine(x, handle.ep_handle, num_sms=10)
+            except LimitError:
+                seen["refused"] = True
+        close_buffers()
+    seen["after"] = deep_ep.Buffer.num_sms
+    return seen
+
+
 def warmed_up(rank: int, world: int) -> dict[str, Any]:
     """Kernels that DeepEP compiled in tuning and warm-up, and in the first step after them."""
     os.environ["MCORE_DEEPEP_V2_NUM_SMS"] = "tune"

@@ -51,7 +51,9 @@ def losses(rank: int, world: int, cycles: int, sleeps: bool) -> dict[str, list[f
         found["losses"].append(float(loss.detach()))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        dist.barrier()  # the other ranks' memory is on the same device
         found["free"].append(float(torch.cuda.mem_get_info()[0]))
+        dist.barrier()
     close_buffers()
     dist.destroy_process_group()
     return found

@@ -318,7 +318,9 @@ def _close_kept() -> None:
 def _in_turn(rank: int, world: int, job: Job, env: Mapping[str, str], *args: Any) -> Any:
     """Run ``job`` and leave the process as it was found."""
     from megatron_moe_v2 import close_buffers, set_deepep_num_sms
+    from megatron_moe_v2.pool import pool
 
+    pool.constructions = 0
     before = dict(os.environ)
     os.environ.update(env)
     try:

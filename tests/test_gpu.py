@@ -68,8 +68,14 @@ def test_sm_counts_that_deepep_receives() -> None:
         assert seen["constructions"] == 3
 
 
+def test_v1_carries_the_sm_count_that_is_wished_for() -> None:
+    for seen in on_gpus(2, gpu_cases.num_sms_of_v1):
+        usual = seen.pop("usual")
+        assert seen == {"8": 8, "32": 32, "0": usual, "after": usual, "refused": True}
+
+
 def test_step_0_compiles_nothing_after_warm_up() -> None:
-    for seen in on_gpus(2, gpu_cases.warmed_up, timeout=300.0):
+    for seen in on_gpus(2, gpu_cases.warmed_up, timeout=300.0, fresh=True):  # a process keeps the kernels it has seen
         print(seen)
         assert seen["before"] > 0
         assert seen["after"] == seen["before"]

@@ -48,27 +48,43 @@ def precheck(**sizes: Any) -> None:
         raise LimitError("FP8 dispatch or determinism on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
 
 
-def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
+def build(group: dist.ProcessGroup, *, num_sms: int = 0, **sizes: Any) -> BuiltBuffer:
     """Build V1's buffer from ``BufferSpec`` fields. Collective over the group.
 
+    Args:
+        num_sms: the most SMs of a call, which V1's buffers are sized by; 0 is V1's own count.
+
     Raises:
-        LimitError: V1 has no configuration for this number of ranks.
+        LimitError: V1 has no configuration for this number of ranks, or ``num_sms`` is odd.
     """
     found = probe()
     assert found.Buffer is not None
+    if num_sms % 2:
+        raise LimitError("num_sms on DeepEP V1", got=num_sms, expected="an even number")
     bring_up(group)
-    num_ranks, row_bytes = group.size(), 2 * sizes["hidden"]
+    usual = int(found.Buffer.num_sms)
+    found.Buffer.set_num_sms(num_sms or usual)
     try:
-        configs = [found.Buffer.get_dispatch_config(num_ranks), found.Buffer.get_combine_config(num_ranks)]
+        raw = _sized(found.Buffer, group, 2 * sizes["hidden"])
+    except BaseException:
+        found.Buffer.set_num_sms(usual)
+        raise
+    return BuiltBuffer(LegacyElasticBuffer(raw, group, sizes["num_max_tokens_per_rank"], usual), None, found.Buffer)
+
+
+def _sized(kind: Any, group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """A buffer for rows of so many bytes at V1's present SM count."""
+    num_ranks = group.size()
+    try:
+        configs = [kind.get_dispatch_config(num_ranks), kind.get_combine_config(num_ranks)]
     except AssertionError as error:
         raise LimitError(f"ranks on DeepEP V1: {error}", got=num_ranks, fix="Use DeepEP V2.") from error
-    raw = found.Buffer(
+    return kind(
         group,
         max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
         max(config.get_rdma_buffer_size_hint(row_bytes, num_ranks) for config in configs) if num_ranks > 8 else 0,
         explicitly_destroy=True,
     )
-    return BuiltBuffer(LegacyElasticBuffer(raw, group, sizes["num_max_tokens_per_rank"]), None, found.Buffer)
 
 
 class LegacyElasticBuffer:
@@ -78,10 +94,12 @@ class LegacyElasticBuffer:
         raw: the buffer.
         group: its ranks.
         num_max_tokens_per_rank: M, the default ceiling of a call.
+        usual_num_sms: what V1's count is again after the end of the buffer, which is sized for the count of now.
     """
 
-    def __init__(self, raw: Any, group: dist.ProcessGroup, num_max_tokens_per_rank: int) -> None:
+    def __init__(self, raw: Any, group: dist.ProcessGroup, num_max_tokens_per_rank: int, usual_num_sms: int) -> None:
         self.raw: Any = raw
+        self._num_sms, self._usual_num_sms = int(raw.num_sms), usual_num_sms
         self.rank_idx, self.num_ranks = group.rank(), group.size()
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self._overlap: Any = probe().EventOverlap
@@ -96,6 +114,7 @@ class LegacyElasticBuffer:
         if self.raw is not None:
             raw, self.raw = self.raw, None
             raw.destroy()
+            type(raw).set_num_sms(self._usual_num_sms)
 
     def dispatch(
         self,
@@ -304,10 +323,11 @@ class LegacyElasticBuffer:
         return translated(function, self.rank_idx, self.num_ranks, *args, **kwargs)
 
     def _use_num_sms(self, num_sms: int) -> None:
-        """V1 keeps one even count for the whole process."""
-        if num_sms % 2:
-            raise LimitError("num_sms on DeepEP V1", got=num_sms, expected="an even number")
-        if num_sms and num_sms != self.raw.num_sms:
+        """V1 keeps one count for the whole process, and a buffer that is sized for fewer fails with an assertion."""
+        num_sms = num_sms or self._num_sms
+        if num_sms > self._num_sms:
+            raise LimitError("num_sms on DeepEP V1", got=num_sms, expected=f"at most the buffer's {self._num_sms}")
+        if num_sms != self.raw.num_sms:
             type(self.raw).set_num_sms(num_sms)
 
     def _check_tokens(self, x: Any) -> None:
