@@ -25,6 +25,7 @@ from .fused_a2a import Layout, fused_combine, fused_dispatch
 from .permutation import group_by_expert, group_quantized, sum_over_experts
 from .pool import Ceiling, Group, pool, resolve_group, typed
 from .recompute import RoutingLayout
+from .selection import select_experts
 from .telemetry import ExpertLoadStats
 
 __all__ = ["Dispatched", "FlexTokenDispatcher"]
@@ -200,11 +201,8 @@ class FlexTokenDispatcher:
                 raise InputError("probs and mask", got=shapes, expected=f"both [..., {self.num_experts}]")
             if not probs.dtype.is_floating_point:
                 raise InputError("probs", got=probs.dtype, expected="a floating dtype")
-            rank_by = probs.detach().masked_fill(~mask.bool(), float("-inf"))
-            score, topk_idx = rank_by.topk(self.num_topk, dim=-1)
-            unselected = score == float("-inf")
-            topk_weights = probs.gather(-1, topk_idx).masked_fill(unselected, 0)
-            topk_idx = topk_idx.masked_fill(unselected, -1)
+            topk_weights, topk_idx = select_experts(_flat(probs), _flat(mask.bool()), self.num_topk)
+            topk_weights, topk_idx = (one.view(*probs.shape[:-1], -1) for one in (topk_weights, topk_idx))
         except Exception as error:  # as above
             pool.fail(self.group, "dispatch", self._named(typed(error, "dispatch")))
         return self.dispatch(x, topk_idx, topk_weights)

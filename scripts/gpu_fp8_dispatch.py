@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_times import milliseconds
 from torch import Tensor
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
@@ -41,19 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "token": {"layout": "token"},
     "expert, 128": {"layout": "expert", "expert_alignment": 128},
 }
-
-
-def milliseconds(run: Callable[[], object], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
 
 
 def medians(runs: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:

@@ -30,15 +30,14 @@ import os
 import pstats
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_times import kernels_of, milliseconds
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
 
@@ -130,12 +129,7 @@ class Scene:
 def elapsed(step: Step) -> float:
     if dist.get_world_size() > 1:
         dist.barrier()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    return milliseconds(step)
 
 
 def back_to_back(step: Step, rounds: int = 10) -> float:
@@ -157,23 +151,14 @@ def kernels(step: Step, rounds: int = 7) -> tuple[float, int]:
     found = [_kernels_of_one(step) for _ in range(rounds)]
     typical = min if dist.get_world_size() > 1 else statistics.median
     times = [typical(sum(one[name]) for one in found if name in one) for name in set().union(*found)]
-    return sum(times) / 1e3, sum(len(times) for times in found[0].values())
+    return sum(times), sum(len(times) for times in found[0].values())
 
 
-def _kernels_of_one(step: Step) -> defaultdict[str, list[float]]:
-    torch.cuda.synchronize()
+def _kernels_of_one(step: Step) -> dict[str, list[float]]:
     if dist.get_world_size() > 1:
+        torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    by_name: defaultdict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        annotation = getattr(event, "is_user_annotation", False) or event.name.startswith(("nccl:", "c10d::"))
-        if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
-            by_name[event.name].append(event.device_time)
-    return by_name
+    return kernels_of(step)
 
 
 def copy_gbs(nbytes: int = 2**30) -> float:
@@ -305,8 +290,8 @@ def overhead(scene: Scene, entry: Any) -> None:
         gpu, count = kernels(step)
         say(f"| {name} | {statistics.median(times[name]):.3f} | {back_to_back(step):.3f} | {gpu:.3f} | {count} |")
     say("")
-    for idle, how in ((False, "calls back to back"), (True, "an idle device and cold caches before each")):
-        say(f"host time a call, {how}: {host_times(scene, theirs, idle=idle)}")
+    for how in HOST_TIMES:
+        say(f"host time a call, {HOST_TIMES[how]}: {host_times(scene, theirs, how)}")
     say("")
 
 
@@ -377,11 +362,18 @@ class BareCombine(torch.autograd.Function):
         return ctx.direct.again(grad, ctx.handle), None, None
 
 
-def host_times(scene: Scene, theirs: Direct, *, idle: bool, rounds: int = 500) -> str:
-    """Median microseconds of the Python call, ours less DeepEP's, in turn with each other.
+HOST_TIMES = {
+    "alone": "500 of its kind back to back",
+    "in turn": "back to back with the others in turn",
+    "idle": "an idle device and cold caches before each",
+}
+
+
+def host_times(scene: Scene, theirs: Direct, how: str) -> str:
+    """Median microseconds of the Python call, ours less DeepEP's.
 
     Few tokens, so that a call back to back with others does not wait for the device; a dispatch always waits for its
-    own counts. With ``idle`` the device is waited for and the caches are filled with something else before each call.
+    own counts. ``"idle"``: the device is waited for and the caches are filled with something else before each call.
     """
     tokens = 16
     x, weights, idx = scene.x.detach()[:tokens], scene.weights.detach()[:tokens], scene.idx[:tokens]
@@ -405,15 +397,15 @@ def host_times(scene: Scene, theirs: Direct, *, idle: bool, rounds: int = 500) -
     texts = []
     for name, sides in phases.items():
         times: list[list[float]] = [[] for _ in sides]
-        for _ in range(rounds):
-            for run, column in zip(sides, times, strict=True):
-                if idle:
-                    torch.cuda.synchronize()
-                    kept[0].copy_(kept[1])
-                start = time.perf_counter()
-                result = run()
-                column.append(time.perf_counter() - start)
-                del result
+        order = sorted([0, 1, 2] * 500) if how == "alone" else [0, 1, 2] * (500 if how == "in turn" else 100)
+        for side in order:
+            if how == "idle":
+                torch.cuda.synchronize()
+                kept[0].copy_(kept[1])
+            start = time.perf_counter()
+            result = sides[side]()
+            times[side].append(time.perf_counter() - start)
+            del result
         mine, other, bare = (statistics.median(column) * 1e6 for column in times)
         texts.append(
             f"{name} {mine:.0f} µs, {mine - other:.0f} beyond DeepEP's {other:.0f}, a bare autograd function's "

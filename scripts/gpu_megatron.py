@@ -23,7 +23,6 @@ import os
 import re
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_times import kernels_of, milliseconds
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -233,16 +232,7 @@ class Clock:
     def wall(self, step: Step) -> float:
         """Milliseconds."""
         self.together()
-        if not self.cuda:
-            started = time.perf_counter()
-            step()
-            return 1e3 * (time.perf_counter() - started)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        return milliseconds(step, "cuda" if self.cuda else "cpu")
 
     def kernels(self, step: Step) -> Counter[str]:
         """Milliseconds a step by kernel, copies and fills included; empty on a CPU.
@@ -255,19 +245,10 @@ class Clock:
 
     def _kernels_of_one(self, step: Step) -> Counter[str]:
         self.together()
-        by_name: Counter[str] = Counter()
-        if not self.cuda:
-            step()
-            return by_name
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            self.together()
-            step()
-            torch.cuda.synchronize()
-        for event in profiler.events():
-            annotation = getattr(event, "is_user_annotation", False) or event.name.startswith(("nccl:", "c10d::"))
-            if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
-                by_name[event.name] += event.device_time / 1e3
-        return by_name
+        if self.cuda:
+            return Counter({name: sum(times) for name, times in kernels_of(step).items()})
+        step()
+        return Counter()
 
     def peak(self, step: Step) -> float:
         """MiB allocated at most during a step, beyond what is before it."""

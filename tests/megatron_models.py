@@ -127,8 +127,9 @@ def refused(rank: int, world: int) -> dict[str, str | None]:
 
 
 def counted(rank: int, world: int, layout: str) -> dict[str, Any]:
-    """Tokens per expert in Megatron's tracker after two training forwards and one evaluation."""
+    """Tokens per expert in Megatron's tracker: a step of each kind of checkpointing, and an evaluation."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
     from megatron_moe_v2.megatron import prepare
 
@@ -140,8 +141,10 @@ def counted(rank: int, world: int, layout: str) -> dict[str, Any]:
         prepare(model, metrics=True)
         prepare(model, metrics=True)
         x, _ = inputs(case, 0)
-        model(x)
-        model(x)
+        for reentrant in (False, True):
+            with set_checkpoint_early_stop(False):  # recompute the layer to its end, where its hook is called
+                y = checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant)
+            y.sum().backward()
         model.eval()(x)
         metrics = {name: entry.values.tolist() for name, entry in get_moe_metrics_tracker().metrics.items()}
     destroy_moe_metrics_tracker()

@@ -14,6 +14,7 @@ if not ON_GPU:
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("megatron_moe_v2.buffers.kernels")
 layout = pytest.importorskip("megatron_moe_v2.buffers.layout")
+selection = pytest.importorskip("megatron_moe_v2.selection")
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -63,6 +64,35 @@ def test_group_and_ungroup_equal_the_plain_forms(alignment: int, dtype: torch.dt
     wanted = _sum(rows, plain.slots)
     # The interpreter cuts float32 to bfloat16 instead of rounding it.
     torch.testing.assert_close(summed, wanted, rtol=2**-7 if dtype == torch.bfloat16 and not ON_GPU else 0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "num_experts", "num_topk"), [(0, 4, 2), (1, 1, 1), (37, 12, 4), (50, 64, 8)])
+def test_selection_equals_the_plain_form(tokens: int, num_experts: int, num_topk: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    # All different, some negative or zero: among equals the plain form may choose others
+    probs = torch.rand(tokens, num_experts, generator=draw).argsort(1).sub(2).mul(0.5).to(dtype)
+    mask = torch.rand(tokens, num_experts, generator=draw) < 0.4
+    ours, plain = (probs.clone().requires_grad_() for _ in range(2))
+    weights, idx = selection.select_experts(plain, mask, num_topk)
+    found, chosen = selection._Select.apply(ours.to(DEVICE), mask.to(DEVICE), num_topk, kernels)
+    assert torch.equal(chosen.cpu(), idx)
+    assert torch.equal(found.cpu(), weights)
+    upstream = torch.rand(tokens, num_topk, generator=draw).to(dtype)
+    weights.backward(upstream)
+    found.backward(upstream.to(DEVICE))
+    assert torch.equal(ours.grad, plain.grad)
+
+
+def test_selection_among_equals_and_numbers_that_are_none() -> None:
+    """Experts of a token are never twice the same, whatever the probabilities are."""
+    probs = torch.tensor(
+        [[0.0, 0, 0, 0], [1, 1, 2, 1], [torch.nan, torch.nan, torch.inf, 0], [-1, -0.0, 0, -torch.inf]]
+    )
+    everything = torch.ones(4, 4, dtype=torch.bool, device=DEVICE)
+    weights, idx = kernels.select(probs.to(DEVICE), everything, 3)
+    assert idx.tolist() == [[0, 1, 2], [2, 0, 1], [0, 1, 2], [2, 1, 0]]
+    assert weights.cpu().nan_to_num(9).tolist() == [[0, 0, 0], [2, 1, 1], [9, 9, 3.4028234663852886e38], [0, 0, -1]]
 
 
 @pytest.mark.gpu

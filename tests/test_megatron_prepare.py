@@ -38,7 +38,7 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_per_expert_reach_megatrons_tracker(layout: str) -> None:
-    """All tokens of two ranks select both experts of rank 0: 32 rows each; training forwards count, evaluation not."""
+    """All tokens of two ranks select both experts of rank 0: 32 rows each; recomputation and evaluation count not."""
     loaded, idle = POOLS[2].run(counted, layout)
     assert loaded == {"max_tokens_per_expert": [64.0], "mean_tokens_per_expert": [64.0]}
     assert idle == {"max_tokens_per_expert": [0.0], "mean_tokens_per_expert": [0.0]}

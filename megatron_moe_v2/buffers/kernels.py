@@ -2,7 +2,8 @@
 
 ``slots`` numbers the (row, local expert) pairs, ``group`` copies each row to its slots, ``ungroup`` sums them back. No
 host synchronisation, no atomics: slots ascend with the row, as in the plain forms, and sums are taken in ascending
-lane. Legend as in ``contract``; P rows grouped by expert, padding included.
+lane. ``select`` and ``unselect`` turn a dense router's output into selections, and their gradient back. Legend as in
+``contract``; P rows grouped by expert, padding included.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["group", "slots", "ungroup"]
+__all__ = ["MOST_EXPERTS", "group", "select", "slots", "ungroup", "unselect"]
 
 _ELEMENTS = 128
 """Selections that one program numbers."""
+
+MOST_EXPERTS = 2048
+"""E of a selection: a row of experts is one program's."""
+
+_SCORES = 1024
+"""Probabilities that one program selects from."""
 
 
 @triton.jit
@@ -214,3 +221,92 @@ def ungroup(rows: Tensor, numbered: Tensor, out: Tensor, weights: Tensor | None 
             BLOCK=block,
         )
     return out, picked
+
+
+@triton.jit
+def _select(
+    probs,
+    mask,
+    weights,
+    idx,
+    num_tokens,
+    num_experts,
+    NUM_TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The largest of a row K times, each then struck out.
+
+    A key is the probability as an integer of the same order, then the expert, the lower the larger: no two are equal.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    place = row[:, None] * num_experts + expert[None, :]
+    inside = (row < num_tokens)[:, None] & (expert < num_experts)[None, :]
+    selected = tl.load(mask + place, mask=inside, other=0) != 0
+    bits = tl.load(probs + place, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    ordered = tl.where(bits < 0, -1 - bits, bits + 0x80000000)
+    key = tl.where(selected, ordered * EXPERTS + (EXPERTS - 1 - expert)[None, :], -1)
+    for lane in tl.static_range(NUM_TOPK):
+        largest = tl.max(key, axis=1)
+        key = tl.where(key == largest[:, None], -1, key)
+        found = largest >= 0
+        value = largest // EXPERTS
+        value = tl.where(value < 0x80000000, -1 - value, value - 0x80000000).to(tl.int32).to(tl.float32, bitcast=True)
+        target = row * NUM_TOPK + lane
+        tl.store(idx + target, tl.where(found, EXPERTS - 1 - largest % EXPERTS, -1), mask=row < num_tokens)
+        value = tl.where(found, value, 0.0).to(weights.dtype.element_ty)
+        tl.store(weights + target, value, mask=row < num_tokens)
+
+
+def select(probs: Tensor, mask: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    """The K most probable of what ``mask`` selects, in descending probability, then ascending expert.
+
+    Args:
+        probs: ``[T, E]``, of up to four bytes; contiguous.
+        mask: bool ``[T, E]``; contiguous.
+
+    Returns:
+        ``[T, K]`` probabilities, and int64 ``[T, K]`` experts; zero and -1 where fewer are selected.
+    """
+    num_tokens, num_experts = probs.shape
+    weights = probs.new_empty(num_tokens, num_topk)
+    idx = torch.empty_like(weights, dtype=torch.int64)
+    experts, rows = _rows_of(num_experts)
+    _select[(triton.cdiv(num_tokens, rows),)](
+        probs, mask, weights, idx, num_tokens, num_experts, NUM_TOPK=num_topk, EXPERTS=experts, ROWS=rows
+    )
+    return weights, idx
+
+
+@triton.jit
+def _unselect(
+    grad, idx, out, num_tokens, num_experts, NUM_TOPK: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    dense = tl.zeros((ROWS, EXPERTS), dtype=out.dtype.element_ty)
+    for lane in tl.static_range(NUM_TOPK):
+        source = row * NUM_TOPK + lane
+        chosen = tl.load(idx + source, mask=row < num_tokens, other=-1)
+        value = tl.load(grad + source, mask=row < num_tokens, other=0.0)
+        dense = tl.where(expert[None, :] == chosen[:, None], value[:, None], dense)
+    inside = (row < num_tokens)[:, None] & (expert < num_experts)[None, :]
+    tl.store(out + row[:, None] * num_experts + expert[None, :], dense, mask=inside)
+
+
+def unselect(grad: Tensor, idx: Tensor, num_experts: int) -> Tensor:
+    """Gradient of :func:`select`: ``[T, K]`` back to ``[T, E]``, zero elsewhere; both contiguous."""
+    num_tokens, num_topk = idx.shape
+    out = grad.new_empty(num_tokens, num_experts)
+    experts, rows = _rows_of(num_experts)
+    _unselect[(triton.cdiv(num_tokens, rows),)](
+        grad, idx, out, num_tokens, num_experts, NUM_TOPK=num_topk, EXPERTS=experts, ROWS=rows
+    )
+    return out
+
+
+def _rows_of(num_experts: int) -> tuple[int, int]:
+    """Experts as a power of two, and the tokens of a program."""
+    experts = triton.next_power_of_2(num_experts)
+    return experts, max(_SCORES // experts, 1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from ..communication import DispatchHandle
 from ..errors import MegatronError
 from ..fused_a2a import MEGATRON_DEFAULT_NUM_SMS
 from ..pool import pool
+from ..selection import select_experts
 from .core import module
 from .functions import Functions
 
@@ -58,7 +58,7 @@ class ExpertLayoutManager:
     ) -> None:
         self.group, self.num_local_experts, self.config = group, num_local_experts, config
         self.router_topk, self.num_experts = router_topk, num_experts
-        self.router_dtype, self.capacity_factor = config.moe_router_dtype, config.moe_expert_capacity_factor
+        self.router_dtype = config.moe_router_dtype
         self.expert_alignment = alignment_for(config)
         self.token_probs: Tensor | None = None
         self.token_indices: Tensor | None = None
@@ -70,16 +70,11 @@ class ExpertLayoutManager:
             pool.wished_num_sms = num_sms
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Indices and weights of what is selected, from a dense ``probs`` with E entries a token, zero elsewhere.
-
-        A zero among the top K selects some expert all the same, with weight zero, unless the capacity factor says that
-        it was dropped.
-        """
-        dense = probs.reshape(routing_map.shape[0], self.num_experts)
-        weights, indices = dense.topk(self.router_topk, dim=-1)
-        if self.capacity_factor is not None:
-            indices = torch.where(weights == 0, -1, indices)
-        self.token_probs, self.token_indices = weights, indices
+        """Indices and weights of what the map selects, E entries a token; what a capacity dropped, it does not."""
+        shape = routing_map.shape[0], self.num_experts
+        self.token_probs, self.token_indices = select_experts(
+            probs.reshape(shape), routing_map.reshape(shape), self.router_topk
+        )
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False

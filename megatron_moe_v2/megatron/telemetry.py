@@ -21,10 +21,10 @@ _TRACKER = "megatron.core.transformer.moe.moe_logging"
 
 
 def count_tokens(model: torch.nn.Module) -> int:
-    """Record both metrics after each training forward of each MoE layer; how many layers that is.
+    """Record both metrics after each forward of each MoE layer in training mode; how many layers that is.
 
-    Megatron's fine-grained overlap calls the parts of a layer itself, so nothing is recorded there. A second call adds
-    nothing.
+    A recomputation is left out, under every kind of checkpointing. Megatron's fine-grained overlap calls the parts of a
+    layer itself, so nothing is recorded there. A second call adds nothing.
     """
     if importlib.util.find_spec(_TRACKER) is None:
         logger.info("megatron-core %s has no MoE metrics tracker", core.version())
@@ -38,7 +38,7 @@ def count_tokens(model: torch.nn.Module) -> int:
 
 def _record(layer: Any, _inputs: Any, _outputs: Any) -> None:
     counts = getattr(layer.token_dispatcher._comm_manager, "tokens_per_expert", None)
-    if not layer.training or not torch.is_grad_enabled() or counts is None:
+    if not layer.training or counts is None or torch._C._current_graph_task_id() != -1:  # a backward runs
         return
     tracker = core.module(_TRACKER).get_moe_metrics_tracker()
     device = next(layer.parameters()).device

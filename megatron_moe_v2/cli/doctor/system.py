@@ -20,6 +20,7 @@ __all__ = [
     "gpu_check",
     "has_gpu",
     "link_check",
+    "link_states",
     "loopback_check",
     "network_check",
     "python_check",
@@ -120,13 +121,18 @@ def gpu_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
     )
 
 
-def link_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
+def link_states() -> str:
+    """What nvidia-smi says of the first GPU's NVLinks; takes a second or more."""
+    return output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or ""
+
+
+def link_check(imports: Imports, gpu: bool, states: str) -> Iterator[Finding]:
+    """Args: ``states``: of :func:`link_states`."""
     count = len(imports.of("cuda").get("devices") or [])
     if not gpu:
         yield Finding(id="nvlink", group=GROUP, status=SKIP, found="no GPU")
         return
-    text = output_of(["nvidia-smi", "nvlink", "-s"])
-    speeds = [float(speed) for speed in re.findall(r"Link \d+:\s*([\d.]+) GB/s", (text or "").split("GPU 1:")[0])]
+    speeds = [float(speed) for speed in re.findall(r"Link \d+:\s*([\d.]+) GB/s", states)]
     if speeds:
         found = f"{len(speeds)} links of {speeds[0]:.0f} GB/s on the first GPU, {sum(speeds):.0f} GB/s together"
         yield Finding(id="nvlink", group=GROUP, status=OK, found=found)
