@@ -7,7 +7,7 @@ multiple of 256 is padded and cut, and a time-out says so. Legend as in ``contra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class GuardedElasticBuffer:
         self._topk_idx_dtype = probe().topk_idx_t or torch.int64
         self._event_type: Any = probe().EventHandle or object
         self._on_efa = fabric.rdma_kind() == "efa"
-        self._checked: set[tuple[Any, ...]] = set()
+        self._checked: tuple[int, int] | None = None
         self._sent_fp8 = False
 
     def capture(self) -> Any:
@@ -119,7 +119,9 @@ class GuardedElasticBuffer:
         raw = self.raw
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         num_tokens, hidden = tokens.shape
-        self._check_tokens(tokens, hidden, torch.bfloat16 if scales is None else torch.float8_e4m3fn)
+        dtype = torch.bfloat16 if scales is None else torch.float8_e4m3fn
+        if raw.runtime is None or tokens.dtype is not dtype or not tokens.is_cuda or hidden > self._hidden:
+            self._refuse_tokens(tokens, hidden, dtype)
         if num_tokens > num_max_tokens_per_rank:
             check_rows(num_tokens, num_max_tokens_per_rank)
         if "async_with_compute_stream" in arguments or "previous_event" in arguments:
@@ -129,9 +131,10 @@ class GuardedElasticBuffer:
         elif topk_idx is None:
             raise InputError("topk_idx", got=None, expected="[T, K] where no handle is given")
         else:
-            if (num_experts, topk_idx.shape[1]) not in self._checked:
-                self._check_experts(num_experts, topk_idx.shape[1])
-                self._checked.add((num_experts, topk_idx.shape[1]))
+            experts = num_experts, topk_idx.shape[1]
+            if experts != self._checked:
+                self._check_experts(*experts)
+                self._checked = experts
             if topk_idx.dtype is not self._topk_idx_dtype:
                 topk_idx = topk_idx.to(self._topk_idx_dtype)
         if scales is not None:
@@ -167,7 +170,8 @@ class GuardedElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``. Collective over the group."""
         hidden = x.shape[1]
-        self._check_tokens(x, hidden, torch.bfloat16)
+        if self.raw.runtime is None or x.dtype is not torch.bfloat16 or not x.is_cuda or hidden > self._hidden:
+            self._refuse_tokens(x, hidden, torch.bfloat16)
         if "async_with_compute_stream" in arguments or "previous_event" in arguments:
             self._check_streams(arguments)
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
@@ -195,13 +199,11 @@ class GuardedElasticBuffer:
             arguments["previous_event"] = self.capture()
         return x
 
-    def _check_tokens(self, x: Tensor, hidden: int, dtype: torch.dtype) -> None:
+    def _refuse_tokens(self, x: Tensor, hidden: int, dtype: torch.dtype) -> NoReturn:
         if self.raw.runtime is None:
             raise BufferClosedError("a call on a destroyed buffer", fix="Build a new buffer.")
-        if x.dtype is not dtype or not x.is_cuda:
-            check_dtype(x, dtype, "V2")
-        if hidden > self._hidden:
-            raise LimitError("hidden", got=hidden, expected=f"at most the {self._hidden} of the buffer")
+        check_dtype(x, dtype, "V2")
+        raise LimitError("hidden", got=hidden, expected=f"at most the {self._hidden} of the buffer")
 
     def _check_streams(self, arguments: dict[str, Any]) -> None:
         event, on_comm_stream = arguments.get("previous_event"), arguments.get("allocate_on_comm_stream")
