@@ -36,7 +36,7 @@ def key_of(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tupl
         shape, device = idx.shape, x.device
         if shape[0] != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
             return None
-        kinds = x.dtype, idx.dtype, weights.dtype, *map(type, options[:4])  # 8 equals 8.0
+        kinds = x.dtype, idx.dtype, weights.dtype, *map(type, options)  # 8 equals 8.0, and 1 True
     except Exception:  # whatever it is, the checks find it, and tell the other ranks
         return None
     return group, hidden, device, shape[1], len(shape), kinds, options

@@ -19,7 +19,13 @@ from megatron_moe_v2.cli.doctor.findings import Finding, guarded, numbers
 from megatron_moe_v2.cli.doctor.imports import Imports, mapped_nccl
 from megatron_moe_v2.cli.doctor.nccl import nccl_check
 from megatron_moe_v2.cli.doctor.ranks import differences
-from megatron_moe_v2.cli.doctor.system import gpu_check, loopback_check, network_check, torch_check
+from megatron_moe_v2.cli.doctor.system import (
+    gpu_check,
+    import_time_check,
+    loopback_check,
+    network_check,
+    torch_check,
+)
 
 P = "MCORE_DEEPEP_V2_"
 
@@ -184,6 +190,21 @@ def test_gpus() -> None:
 def test_torch(version: str, cuda: str | None, gpu: bool, status: str) -> None:
     facts = {"version": version, "cuda": cuda, "file": "/site/torch/__init__.py", "nccl": None}
     assert by_id(torch_check(Imports(stages={"torch": facts}), gpu))["torch"].status == status
+
+
+@pytest.mark.parametrize(
+    ("stages", "status", "found"),
+    [
+        ({"torch": {"seconds": 4.21}, "deep_ep": {"seconds": 6.6}}, "ok", "torch 4.2 s, then deep_ep 6.6 s"),
+        ({"torch": {"seconds": 4.0}, "deep_ep": {"seconds": 27.0}}, "warn", "torch 4.0 s, then deep_ep 27.0 s"),
+        ({"torch": {"seconds": 31.0}}, "warn", "torch 31.0 s"),
+        ({"torch": {"seconds": 0.0, "error": "ModuleNotFoundError", "absent": True}}, "skip", "torch was not imported"),
+        ({}, "skip", "torch was not imported"),
+    ],
+)
+def test_import_time(stages: dict[str, Any], status: str, found: str) -> None:
+    (one,) = import_time_check(Imports(stages=stages))
+    assert (one.status, one.found) == (status, found)
 
 
 @pytest.mark.parametrize(

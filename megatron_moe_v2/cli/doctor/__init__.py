@@ -128,6 +128,7 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
     findings = [
         *system,
         *_checked("system", "torch", lambda part: part.torch_check(imports, gpu)),
+        *_checked("system", "import-time", lambda part: part.import_time_check(imports)),
         *_checked("system", "gpu", lambda part: part.gpu_check(imports, gpu)),
         *_checked("system", "links", lambda part: part.link_check(imports, gpu, links)),
         *network,

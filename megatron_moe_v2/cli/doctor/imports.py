@@ -98,10 +98,12 @@ def look() -> None:
         "backend": _backend,
     }
     for stage, step in looks.items():
+        started = time.monotonic()
         try:
             found = step()
         except (Exception, SystemExit) as error:
             found = {"error": one_line(f"{type(error).__name__}: {error}"), "absent": _absent(error, stage)}
+        found["seconds"] = time.monotonic() - started
         print(json.dumps([stage, found]), file=report, flush=True)
 
 

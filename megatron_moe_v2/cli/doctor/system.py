@@ -19,6 +19,7 @@ __all__ = [
     "driver_version",
     "gpu_check",
     "has_gpu",
+    "import_time_check",
     "link_check",
     "link_states",
     "loopback_check",
@@ -30,6 +31,7 @@ __all__ = [
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 10)
 LEAST_CAPABILITY = (9, 0)
+MOST_IMPORT_SECS = 30
 
 GROUP = "system"
 
@@ -73,6 +75,22 @@ def torch_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
     built = f"CUDA {facts['cuda']}" if facts["cuda"] else "CPU alone"
     found = f"torch {facts['version']}, built for {built}, at {Path(facts['file']).parent}"
     yield Finding(id="torch", group=GROUP, status=status, found=found, needed=needed, fix=fix)
+
+
+def import_time_check(imports: Imports) -> Iterator[Finding]:
+    seconds = {name: imports.of(name).get("seconds") for name in ("torch", "deep_ep")}
+    if seconds["torch"] is None or imports.of("torch").get("absent"):
+        yield Finding(id="import-time", group=GROUP, status=SKIP, found="torch was not imported")
+        return
+    slow = sum(spent or 0.0 for spent in seconds.values()) > MOST_IMPORT_SECS
+    yield Finding(
+        id="import-time",
+        group=GROUP,
+        status=WARN if slow else OK,
+        found=", then ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items() if spent is not None),
+        needed=f"together at most {MOST_IMPORT_SECS} s, which every rank spends at its start",
+        fix="Install on a local disk instead of a network file system." if slow else "",
+    )
 
 
 def driver_version(proc: Path = Path("/proc")) -> str | None:
