@@ -37,6 +37,7 @@ __all__ = [
     "Like",
     "Received",
     "complete",
+    "eager",
     "first_order",
     "launch_cached_dispatch",
     "launch_combine",
@@ -117,7 +118,7 @@ class Call:
         )
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchHandle:
     """What a dispatch leaves for its combine. Self-contained: it outlives later dispatches.
 
@@ -125,17 +126,11 @@ class DispatchHandle:
         call: how the dispatch was made.
         ep_handle: the backend's own ``EPHandle``.
         num_rows: rows that the combine takes: n, or A in the expert layout.
-        flat: ``ep_handle`` taken apart, for ``save_for_backward``.
     """
 
     call: Call
     ep_handle: Any
     num_rows: int
-    flat: tuple[tuple[Tensor | None, ...], HandleSkeleton] = field(repr=False)
-
-    def __init__(self, *, call: Call, ep_handle: Any, num_rows: int) -> None:
-        flat = flatten_handle(ep_handle)
-        vars(self).update(call=call, ep_handle=ep_handle, num_rows=num_rows, flat=flat)  # at once, not one by one
 
     @functools.cached_property
     def padded_tokens_per_expert(self) -> Tensor:
@@ -146,6 +141,11 @@ class DispatchHandle:
         if not self.call.static_shapes:
             return _on_cpu(self.ep_handle.num_recv_tokens_per_expert_list)
         return align_counts(self.ep_handle.num_unaligned_recv_tokens_per_expert, self.call.expert_alignment)
+
+    @functools.cached_property
+    def flat(self) -> tuple[tuple[Tensor | None, ...], HandleSkeleton]:
+        """``ep_handle`` taken apart, for ``save_for_backward``; only after the wait, which may complete it."""
+        return flatten_handle(self.ep_handle)
 
 
 class Received(NamedTuple):
@@ -373,6 +373,22 @@ def opened(rows: Tensor | QuantizedRows) -> Tensor:
         return rows
     assert rows.anchor is not None
     return dequantize(rows, rows.anchor.dtype)
+
+
+def eager(function: _F) -> _F:
+    """A graph break around ``function`` under ``torch.compile``, which is imported at the first call, not before."""
+
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return cast(_F, call)
 
 
 def first_order(backward: _F) -> _F:

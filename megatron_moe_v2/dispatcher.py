@@ -201,8 +201,9 @@ class FlexTokenDispatcher:
                 raise InputError("probs and mask", got=shapes, expected=f"both [..., {self.num_experts}]")
             if not probs.dtype.is_floating_point:
                 raise InputError("probs", got=probs.dtype, expected="a floating dtype")
-            topk_weights, topk_idx = select_experts(_flat(probs), _flat(mask.bool()), self.num_topk)
-            topk_weights, topk_idx = (one.view(*probs.shape[:-1], -1) for one in (topk_weights, topk_idx))
+            topk_weights, topk_idx = select_experts(_flat(probs), _flat(mask), self.num_topk)
+            shape = *probs.shape[:-1], self.num_topk
+            topk_weights, topk_idx = topk_weights.view(shape), topk_idx.view(shape)
         except Exception as error:  # as above
             pool.fail(self.group, "dispatch", self._named(typed(error, "dispatch")))
         return self.dispatch(x, topk_idx, topk_weights)

@@ -8,16 +8,13 @@ Legend: T own tokens, H hidden, K top-k, E experts, L local experts, n received 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from .autograd import FusedCombine, FusedDispatch, apply, as_delivered
 from .call_checks import Layout, check_each, check_handle, compare, key_of, refuse_check_in_capture, resolve
-from .communication import DispatchHandle
+from .communication import DispatchHandle, eager
 from .errors import BufferClosedError, InputError
 from .fp8 import ScaleFormat
 from .overlap import Pending, launch_pending_combine, launch_pending_dispatch
@@ -37,25 +34,7 @@ HAVE_DEEP_EP_V2: bool = probe().have_v2
 MEGATRON_DEFAULT_NUM_SMS = 20
 """What megatron-core passes to :func:`set_deepep_num_sms` from every layer when its user set nothing."""
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 Delivered = tuple[Tensor, Tensor | None, Tensor, Tensor, DispatchHandle]
-
-
-def _eager(function: _F) -> _F:
-    """A graph break around ``function`` under ``torch.compile``, which is imported at the first call, not before."""
-
-    disabled: list[Any] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return cast(_F, call)
 
 
 @overload
@@ -127,7 +106,7 @@ def fused_dispatch(
 ) -> Any: ...
 
 
-@_eager
+@eager
 def fused_dispatch(
     x: Tensor,
     token_indices: Tensor,
@@ -246,7 +225,7 @@ def fused_combine(
 ) -> Pending[tuple[Tensor, None]]: ...
 
 
-@_eager
+@eager
 def fused_combine(
     x: Tensor,
     group: Group,

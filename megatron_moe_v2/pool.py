@@ -107,12 +107,9 @@ class BufferPool:
         return entry
 
     def recall(self, key: Any) -> Any:
-        """What ``calls`` holds under ``key``, None if that is nothing, or no key, or its buffer was closed."""
-        try:
-            call = self.calls.get(key)
-        except TypeError:  # an option that is not hashable, which the checks find
-            return None
-        if call is None or call.entry.closed:
+        """What ``calls`` holds under ``key``, None if that is nothing or its buffer is gone."""
+        call = self.calls.get(key)
+        if call is None or not call.entry.usable:
             return None
         if time.monotonic() >= self._look_again:
             self._warn_of_changes()

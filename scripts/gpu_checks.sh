@@ -5,8 +5,8 @@
 #   SECONDS_LEFT=600 PARTS=checks bash scripts/gpu_checks.sh    # no longer than that, without the timings
 #   ONLY='bench2|validate-.' bash scripts/gpu_checks.sh         # these jobs, by the names of their files
 #
-# Timings come first, alone on their GPUs; then tests, several at once on each GPU. With four GPUs the first two are the
-# timings' own and the tests run beside them. With one GPU the measurements of two ranks are left out.
+# Timings come first, alone on their GPUs; then tests, several at once on each GPU. From four GPUs on the first two are
+# the timings' own and the tests run beside them. With one GPU the measurements of two ranks are left out.
 set -u
 cd "$(dirname "$0")/.." || exit
 out=${1:-gpu_checks}
@@ -33,7 +33,7 @@ small() {
     export MCORE_DEEPEP_V2_CPU_TIMEOUT_SECS=20 MCORE_DEEPEP_V2_GPU_TIMEOUT_SECS=20 MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK=512
 }
 
-# With four GPUs and both parts: the first two for timings, the others for tests
+# From four GPUs on, with both parts: the first two for timings, the others for tests
 parts=${PARTS:-timings checks}
 apart=$([ "$gpus" -gt 3 ] && [ "$parts" = "timings checks" ] && echo 2 || echo 0)
 last=$(((apart > 0 ? apart : gpus) - 1))
@@ -49,7 +49,7 @@ timings() {
         run 120 fp8_dispatch2 "${two[@]}" scripts/gpu_fp8_dispatch.py
         run 90 bench2 "${two[@]}" -m megatron_moe_v2 bench --device cuda --tokens 4096 --experts 128 --report "$out/bench2.md"
     ); fi
-    (on 0; run 70 layouts1 python3 scripts/gpu_layouts.py --profile; run 40 doctor python3 -m megatron_moe_v2 doctor) &
+    (on 0; run 120 layouts1 python3 scripts/gpu_layouts.py --profile; run 40 doctor python3 -m megatron_moe_v2 doctor) &
     [ "$gpus" -gt 1 ] || wait
     (
         on "$last"
@@ -73,7 +73,8 @@ checks() {
     (of 2; run 400 fp8 "${pytest[@]}" tests/test_gpu_fp8_dispatch.py) &
     (of 3; run 400 faults "${pytest[@]}" tests/test_gpu_faults.py) &
     (of 4; run 400 megatron "${pytest[@]}" -m "gpu and megatron" tests/test_gpu_megatron.py) &
-    (of 5; run 400 tools "${pytest[@]}" -m gpu tests/test_plan_gpu.py tests/test_telemetry.py tests/test_bench_report.py tests/test_kernels.py) &
+    (of 5; run 400 tools "${pytest[@]}" -m gpu tests/test_plan_gpu.py tests/test_telemetry.py tests/test_bench_report.py
+        run 100 kernels "${pytest[@]}" tests/test_kernels.py) &
     (of 6; small; for ranks in 1 2 4; do
         run 90 "validate-$ranks" python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" examples/validate.py \
             --expect-backend deepep_v2 --hidden 1024 --experts 32 --steps 10 --timeout 80

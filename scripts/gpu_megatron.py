@@ -246,7 +246,7 @@ class Clock:
     def _kernels_of_one(self, step: Step) -> Counter[str]:
         self.together()
         if self.cuda:
-            return Counter({name: sum(times) for name, times in kernels_of(step).items()})
+            return Counter({name: sum(times) for name, times in kernels_of(step, self.together).items()})
         step()
         return Counter()
 

@@ -26,10 +26,15 @@ def milliseconds(run: Callable[[], object], device: str = "cuda") -> float:
     return float(start.elapsed_time(end))
 
 
-def kernels_of(run: Callable[[], object]) -> dict[str, list[float]]:
-    """Each kernel, copy and fill of ``run``, by name, from torch.profiler."""
+def kernels_of(run: Callable[[], object], together: Callable[[], object] | None = None) -> dict[str, list[float]]:
+    """Each kernel, copy and fill of ``run``, by name, from torch.profiler.
+
+    ``together`` lets ranks start at once: a kernel that waits for another rank counts its wait. It launches nothing.
+    """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        if together is not None:
+            together()
         run()
         torch.cuda.synchronize()
     found: defaultdict[str, list[float]] = defaultdict(list)

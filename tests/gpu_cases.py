@@ -260,29 +260,59 @@ def chosen_num_sms(rank: int, world: int) -> dict[str, int]:
 
 
 def num_sms_of_v1(rank: int, world: int) -> dict[str, Any]:
-    """SM counts of V1 with buffers for few and for many, after them, and a call that wants more than the buffer's."""
+    """SM counts of V1's calls with buffers for few, for many and for V1's own count, two at a time, and V1's after."""
     os.environ.pop("MCORE_DEEPEP_V2_NUM_SMS")
     os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v1"
     join_nccl(rank, world)
     import deep_ep
 
-    from megatron_moe_v2 import close_buffers, fused_dispatch, set_deepep_num_sms
+    from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch, set_deepep_num_sms
     from megatron_moe_v2.errors import LimitError
 
     _, x, idx, weights = next(scenes(rank, world))
     seen: dict[str, Any] = {"usual": deep_ep.Buffer.num_sms}
-    for wish in (8, 32, 0):
+    for wish, ceiling in ((8, M), (32, 2 * M), (0, 4 * M)):
         set_deepep_num_sms(wish)
-        *_, handle = fused_dispatch(x, idx, weights, E, None)
-        seen[str(wish)] = deep_ep.Buffer.num_sms
+        recv_x, *_, handle = fused_dispatch(x, idx, weights, E, None, num_max_tokens_per_rank=ceiling)
+        fused_combine(recv_x, None, handle)
+        seen[str(wish)] = handle.ep_handle.num_sms
         if wish == 8:
             try:
-                handle.call.entry.buffer.combine(x, handle.ep_handle, num_sms=10)
+                handle.call.entry.buffer.combine(recv_x, handle.ep_handle, num_sms=10)
             except LimitError:
                 seen["refused"] = True
-        close_buffers()
+        if wish == 32:
+            close_buffers(abort=True)
+    close_buffers()
     seen["after"] = deep_ep.Buffer.num_sms
     return seen
+
+
+def deterministic_and_asynchronous(rank: int, world: int) -> dict[str, bool]:
+    """Gradients of asynchronous calls with a deterministic receive order, equal to those of synchronous ones.
+
+    DeepEP completes such a handle only when the dispatch is waited for.
+    """
+    os.environ["MCORE_DEEPEP_V2_BACKEND"] = "deepep_v2"
+    os.environ["MCORE_DEEPEP_V2_DETERMINISTIC"] = "1"
+    join_nccl(rank, world)
+    from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch
+
+    results: dict[str, bool] = {}
+    _, x, idx, weights = next(scenes(rank, world))
+    for layout in ("token", "expert"):
+        found = []
+        for asynchronous in (False, True):
+            leaf = x.clone().requires_grad_()
+            recv_x, _, _, _, handle = fused_dispatch(
+                leaf, idx, weights, E, None, asynchronous, asynchronous, layout=layout
+            )
+            y, _ = fused_combine(recv_x, None, handle, asynchronous, asynchronous)
+            y.float().square().sum().backward()
+            found.append((y, leaf.grad))
+        results[layout] = all(torch.equal(*two) for two in zip(*found, strict=True))
+    close_buffers()
+    return results
 
 
 def warmed_up(rank: int, world: int) -> dict[str, Any]:

@@ -206,8 +206,11 @@ def with_leading_dims(rank: int, world: int, scene: Scene) -> tuple[bool, torch.
         for dispatched in (dispatcher.dispatch(x, idx, weights), dispatcher.dispatch_dense(x, probs, mask)):
             assert dispatched.tokens.dim() == 2
             results.append(dispatcher.combine(dispatched.tokens, dispatched))
-        none = dispatcher.dispatch(x[:0], idx[:0], weights[:0])
-        empty = dispatcher.combine(none.tokens, none)
+        for none in (
+            dispatcher.dispatch(x[:0], idx[:0], weights[:0]),
+            dispatcher.dispatch_dense(x[:0], probs[:0], mask[:0]),
+        ):
+            empty = dispatcher.combine(none.tokens, none)
     close = torch.allclose(results[0], x * weights.sum(-1, keepdim=True)) and torch.allclose(*results)
     return close, results[0].shape, empty.shape
 

@@ -22,6 +22,7 @@ from megatron_moe_v2.cli.doctor.ranks import differences
 from megatron_moe_v2.cli.doctor.system import (
     gpu_check,
     import_time_check,
+    link_check,
     loopback_check,
     network_check,
     torch_check,
@@ -190,6 +191,16 @@ def test_gpus() -> None:
 def test_torch(version: str, cuda: str | None, gpu: bool, status: str) -> None:
     facts = {"version": version, "cuda": cuda, "file": "/site/torch/__init__.py", "nccl": None}
     assert by_id(torch_check(Imports(stages={"torch": facts}), gpu))["torch"].status == status
+
+
+def test_nvlink() -> None:
+    states = "GPU 0: NVIDIA H200\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    two = Imports(stages={"cuda": {"devices": [{}, {}]}})
+    (one,) = link_check(two, True, states)
+    assert (one.status, one.found) == ("ok", "2 links of 27 GB/s on the first GPU, 53 GB/s together")
+    (one,) = link_check(two, True, "")
+    assert (one.status, one.found) == ("warn", "no NVLink speed can be read")
+    assert [each.status for each in link_check(two, False, "")] == ["skip"]
 
 
 @pytest.mark.parametrize(

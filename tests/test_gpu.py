@@ -57,6 +57,11 @@ def test_a_padded_hidden_size_in_asynchronous_calls(world: int) -> None:
         assert results == {"token": True, "expert": True}
 
 
+def test_a_deterministic_receive_order_in_asynchronous_calls() -> None:
+    for results in on_gpus(2, gpu_cases.deterministic_and_asynchronous):
+        assert results == {"token": True, "expert": True}
+
+
 def test_no_synchronisation_of_our_own() -> None:
     assert on_gpus(1, gpu_cases.no_synchronisation) == [12]
 

@@ -66,7 +66,7 @@ def test_group_and_ungroup_equal_the_plain_forms(alignment: int, dtype: torch.dt
     torch.testing.assert_close(summed, wanted, rtol=2**-7 if dtype == torch.bfloat16 and not ON_GPU else 0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tokens", "num_experts", "num_topk"), [(0, 4, 2), (1, 1, 1), (37, 12, 4), (50, 64, 8)])
 def test_selection_equals_the_plain_form(tokens: int, num_experts: int, num_topk: int, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(3)
@@ -75,7 +75,8 @@ def test_selection_equals_the_plain_form(tokens: int, num_experts: int, num_topk
     mask = torch.rand(tokens, num_experts, generator=draw) < 0.4
     ours, plain = (probs.clone().requires_grad_() for _ in range(2))
     weights, idx = selection.select_experts(plain, mask, num_topk)
-    found, chosen = selection._Select.apply(ours.to(DEVICE), mask.to(DEVICE), num_topk, kernels)
+    by_expert = mask.to(DEVICE).T.contiguous().T  # of other strides
+    found, chosen = selection._Select.apply(ours.to(DEVICE), by_expert, num_topk, kernels)
     assert torch.equal(chosen.cpu(), idx)
     assert torch.equal(found.cpu(), weights)
     upstream = torch.rand(tokens, num_topk, generator=draw).to(dtype)
@@ -85,14 +86,20 @@ def test_selection_equals_the_plain_form(tokens: int, num_experts: int, num_topk
 
 
 def test_selection_among_equals_and_numbers_that_are_none() -> None:
-    """Experts of a token are never twice the same, whatever the probabilities are."""
-    probs = torch.tensor(
-        [[0.0, 0, 0, 0], [1, 1, 2, 1], [torch.nan, torch.nan, torch.inf, 0], [-1, -0.0, 0, -torch.inf]]
-    )
-    everything = torch.ones(4, 4, dtype=torch.bool, device=DEVICE)
-    weights, idx = kernels.select(probs.to(DEVICE), everything, 3)
-    assert idx.tolist() == [[0, 1, 2], [2, 0, 1], [0, 1, 2], [2, 1, 0]]
-    assert weights.cpu().nan_to_num(9).tolist() == [[0, 0, 0], [2, 1, 1], [9, 9, 3.4028234663852886e38], [0, 0, -1]]
+    """Experts of a token are never twice the same, whatever the probabilities are; a selected zero is selected."""
+    nan, inf = torch.nan, torch.inf
+    probs = torch.tensor([[0.0, 0, 0, 0], [1, 1, 2, 1], [nan, -inf, inf, -nan], [-0.0, 0, -1, -inf], [0, 5, 0, 0]])
+    probs[2, 3].view(torch.int32).bitwise_or_(-(2**31))  # a NaN with its sign set
+    mask = torch.ones(5, 4, dtype=torch.bool)
+    mask[4] = torch.tensor([False, False, True, True])
+    weights, idx = kernels.select(probs.to(DEVICE), mask.to(DEVICE), 3)
+    assert idx.tolist() == [[0, 1, 2], [2, 0, 1], [0, 3, 2], [0, 1, 2], [2, 3, -1]]
+    weights = weights.cpu().nan_to_num(9, posinf=8)
+    assert weights.tolist() == [[0, 0, 0], [2, 1, 1], [9, 9, 8], [0, 0, -1], [0, 0, 0]]
+    plain_weights, plain = selection.select_experts(probs, mask, 3)
+    assert plain[4].sort().values.tolist() == [-1, 2, 3]
+    assert plain[2].sort().values.tolist() == [0, 2, 3]
+    assert plain_weights[4].tolist() == [0, 0, 0]
 
 
 @pytest.mark.gpu

@@ -56,6 +56,37 @@ def test_both_halves_equal_one_call(ranks2: RankPool) -> None:
     ranks2.run(_same_numbers)
 
 
+def _completed_by_the_wait(rank: int, world: int) -> None:
+    """As DeepEP V2 does for a deterministic receive order: the first wait for a dispatch completes its handle."""
+    made, cached = EmbeddedElasticBuffer.dispatch, []
+
+    def dispatch(self: EmbeddedElasticBuffer, *args: Any, **arguments: Any) -> Any:
+        received = made(self, *args, **arguments)
+        handle, event = received[3:]
+        if arguments.get("handle") is None:
+            handle.made_by_wait = None
+            event.register_hook_after_wait(lambda: setattr(handle, "made_by_wait", torch.ones(1)))
+        else:
+            cached.append(arguments["handle"].made_by_wait)
+        return received
+
+    EmbeddedElasticBuffer.dispatch = dispatch  # type: ignore[method-assign]
+    try:
+        x, idx, weights = _inputs(rank)
+        for wait in (True, False):
+            sent: Any = fused_dispatch(x, idx, weights, E, None, True, True, wait=wait)  # type: ignore[call-overload]
+            recv_x, *_, handle = sent if wait else sent.wait()
+            fused_combine(recv_x, None, handle)[0].sum().backward()
+    finally:
+        EmbeddedElasticBuffer.dispatch = made  # type: ignore[method-assign]
+    assert [torch.is_tensor(one) for one in cached] == [True, True]
+    close_buffers()
+
+
+def test_a_backward_sees_what_the_wait_added_to_the_handle(ranks2: RankPool) -> None:
+    ranks2.run(_completed_by_the_wait)
+
+
 class _Note(torch.autograd.Function):
     """Identity that notes when its backward runs."""
 

@@ -8,6 +8,9 @@ is made from it by our own permutation. Not to be had: ``do_cpu_sync=False``, FP
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,14 +65,21 @@ def build(group: dist.ProcessGroup, *, num_sms: int = 0, **sizes: Any) -> BuiltB
     if num_sms % 2:
         raise LimitError("num_sms on DeepEP V1", got=num_sms, expected="an even number")
     bring_up(group)
-    usual = int(found.Buffer.num_sms)
-    found.Buffer.set_num_sms(num_sms or usual)
-    try:
+    num_sms = num_sms or int(found.Buffer.num_sms)
+    with _at(found.Buffer, num_sms):
         raw = _sized(found.Buffer, group, 2 * sizes["hidden"])
-    except BaseException:
-        found.Buffer.set_num_sms(usual)
-        raise
-    return BuiltBuffer(LegacyElasticBuffer(raw, group, sizes["num_max_tokens_per_rank"], usual), None, found.Buffer)
+    return BuiltBuffer(LegacyElasticBuffer(raw, group, sizes["num_max_tokens_per_rank"], num_sms), None, found.Buffer)
+
+
+@contextlib.contextmanager
+def _at(kind: Any, num_sms: int) -> Iterator[None]:
+    """V1's ``Buffer`` reads one SM count of the whole process in each call; others may have set it to theirs."""
+    usual = kind.num_sms
+    kind.set_num_sms(num_sms)
+    try:
+        yield
+    finally:
+        kind.set_num_sms(usual)
 
 
 def _sized(kind: Any, group: dist.ProcessGroup, row_bytes: int) -> Any:
@@ -94,12 +104,12 @@ class LegacyElasticBuffer:
         raw: the buffer.
         group: its ranks.
         num_max_tokens_per_rank: M, the default ceiling of a call.
-        usual_num_sms: what V1's count is again after the end of the buffer, which is sized for the count of now.
+        num_sms: most SMs of a call, which the buffer is sized for, and the count of a call that names none.
     """
 
-    def __init__(self, raw: Any, group: dist.ProcessGroup, num_max_tokens_per_rank: int, usual_num_sms: int) -> None:
+    def __init__(self, raw: Any, group: dist.ProcessGroup, num_max_tokens_per_rank: int, num_sms: int) -> None:
         self.raw: Any = raw
-        self._num_sms, self._usual_num_sms = int(raw.num_sms), usual_num_sms
+        self._num_sms = num_sms
         self.rank_idx, self.num_ranks = group.rank(), group.size()
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self._overlap: Any = probe().EventOverlap
@@ -114,7 +124,6 @@ class LegacyElasticBuffer:
         if self.raw is not None:
             raw, self.raw = self.raw, None
             raw.destroy()
-            type(raw).set_num_sms(self._usual_num_sms)
 
     def dispatch(
         self,
@@ -137,7 +146,7 @@ class LegacyElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
         """As ``ElasticBuffer.dispatch``; FP8 pairs are refused. Collective over the group."""
         self._check_tokens(x)
-        self._use_num_sms(num_sms)
+        num_sms = self._num_sms_of(num_sms)
         check_event(previous_event, self._handle, allocate_on_comm_stream)
         if do_cpu_sync is False and handle is None:
             raise LimitError("do_cpu_sync=False on DeepEP V1", fix="Use DeepEP V2, or the embedded buffer.")
@@ -159,10 +168,11 @@ class LegacyElasticBuffer:
         check_rows(x.shape[0], ceiling)
         num_local_experts = check_num_experts(num_experts, self.num_ranks) // self.num_ranks
         per_rank, per_rdma_rank, per_expert, in_rank, event = self._call(
-            self.raw.get_dispatch_layout, topk_idx, num_experts, **streams
+            num_sms, self.raw.get_dispatch_layout, topk_idx, num_experts, **streams
         )
         streams["previous_event"] = event if event.event is not None else streams["previous_event"]
         recv_x, recv_idx, recv_weights, counts, parts, event = self._call(
+            num_sms,
             self.raw.dispatch,
             x,
             num_tokens_per_rank=per_rank,
@@ -185,6 +195,7 @@ class LegacyElasticBuffer:
             num_experts=num_local_experts * self.num_ranks,
             alignment=alignment,
             ceiling=ceiling,
+            num_sms=num_sms,
             do_expand=do_expand,
             arrived=not asynchronous,
         )
@@ -207,13 +218,12 @@ class LegacyElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LegacyHandle, Any]:
         """V1's cached dispatch carries no indices and no weights: the handle has the ones, a second call the others."""
         check_cached(x, handle, do_expand)
-        recv_x, _, _, _, _, event = self._call(self.raw.dispatch, x, handle=handle.parts(), **streams)
+        again = functools.partial(self._call, handle.num_sms, self.raw.dispatch, handle=handle.parts())
+        recv_x, _, _, _, _, event = again(x, **streams)
         recv_weights = None
         if topk_weights is not None:
             padded = torch.nn.functional.pad(topk_weights, (0, -topk_weights.shape[1] % 4))
-            received, _, _, _, _, event = self._call(
-                self.raw.dispatch, padded.view(torch.bfloat16), handle=handle.parts(), async_finish=False
-            )
+            received, _, _, _, _, event = again(padded.view(torch.bfloat16), async_finish=False)
             recv_weights = received.view(torch.float32)[:, : topk_weights.shape[1]].contiguous()
         if do_expand:
             return self._expand(recv_x, recv_weights, handle, do_zero_padding, event)
@@ -230,6 +240,7 @@ class LegacyElasticBuffer:
         num_experts: int,
         alignment: int,
         ceiling: int,
+        num_sms: int,
         do_expand: bool,
         arrived: bool,
     ) -> LegacyHandle:
@@ -254,7 +265,7 @@ class LegacyElasticBuffer:
             num_experts=num_experts,
             expert_alignment=alignment,
             num_max_tokens_per_rank=ceiling,
-            num_sms=int(self.raw.num_sms),
+            num_sms=num_sms,
             topk_idx=topk_idx.clone(),
             num_recv_tokens=len(recv_idx),
             num_expanded_tokens=sum(counts),
@@ -293,7 +304,7 @@ class LegacyElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """As ``ElasticBuffer.combine``, without bias. Collective over the group."""
         self._check_tokens(x)
-        self._use_num_sms(num_sms)
+        self._num_sms_of(num_sms)  # checked; what is used is the dispatch's, whose channels the handle holds
         check_event(previous_event, self._handle, allocate_on_comm_stream)
         check_combine_rows(x.shape[0], handle, handle.num_expanded_tokens)
         ours = handle.do_expand or topk_weights is not None
@@ -307,6 +318,7 @@ class LegacyElasticBuffer:
         if ours and previous_event is not None:
             previous_event = self.capture()
         combined, weights, event = self._call(
+            handle.num_sms,
             self.raw.combine,
             x,
             handle.parts(),
@@ -319,16 +331,17 @@ class LegacyElasticBuffer:
         )
         return combined, weights, event
 
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return translated(function, self.rank_idx, self.num_ranks, *args, **kwargs)
+    def _call(self, num_sms: int, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with _at(type(self.raw), num_sms):
+            return translated(function, self.rank_idx, self.num_ranks, *args, **kwargs)
 
-    def _use_num_sms(self, num_sms: int) -> None:
-        """V1 keeps one count for the whole process, and a buffer that is sized for fewer fails with an assertion."""
-        num_sms = num_sms or self._num_sms
-        if num_sms > self._num_sms:
-            raise LimitError("num_sms on DeepEP V1", got=num_sms, expected=f"at most the buffer's {self._num_sms}")
-        if num_sms != self.raw.num_sms:
-            type(self.raw).set_num_sms(num_sms)
+    def _num_sms_of(self, wish: int) -> int:
+        """SM count of a call. More than the buffer is sized for would be an assertion."""
+        if wish % 2 or wish > self._num_sms:
+            raise LimitError(
+                "num_sms on DeepEP V1", got=wish, expected=f"an even number up to the buffer's {self._num_sms}"
+            )
+        return wish or self._num_sms
 
     def _check_tokens(self, x: Any) -> None:
         if self.raw is None:

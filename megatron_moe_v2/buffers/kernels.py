@@ -243,8 +243,10 @@ def _select(
     expert = tl.arange(0, EXPERTS)
     place = row[:, None] * num_experts + expert[None, :]
     inside = (row < num_tokens)[:, None] & (expert < num_experts)[None, :]
-    selected = tl.load(mask + place, mask=inside, other=0) != 0
-    bits = tl.load(probs + place, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    score = tl.load(probs + place, mask=inside, other=0.0).to(tl.float32)
+    selected = (tl.load(mask + place, mask=inside, other=0) != 0) & (score != float("-inf"))
+    score = tl.where(score == 0.0, 0.0, score)  # not -0.0
+    bits = tl.where(score != score, 0x7FC00000, score.to(tl.int32, bitcast=True)).to(tl.int64)  # any NaN is the largest
     ordered = tl.where(bits < 0, -1 - bits, bits + 0x80000000)
     key = tl.where(selected, ordered * EXPERTS + (EXPERTS - 1 - expert)[None, :], -1)
     for lane in tl.static_range(NUM_TOPK):
@@ -260,7 +262,9 @@ def _select(
 
 
 def select(probs: Tensor, mask: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
-    """The K most probable of what ``mask`` selects, in descending probability, then ascending expert.
+    """The K most probable of what ``mask`` selects, in descending probability, NaN first, then ascending expert.
+
+    Minus infinity is not selected.
 
     Args:
         probs: ``[T, E]``, of up to four bytes; contiguous.
