@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ..errors import LimitError, MegatronError
 from ..fused_a2a import Layout
-from ..pool import PooledBuffer, pool
+from ..pool import PooledBuffer, on_cuda, pool
 from ..prepare import prepare_buffer
+from ..selection import select_experts
 from . import core
 from .ceiling import ceiling
 from .manager import ExpertLayoutManager, alignment_for, num_sms_for
@@ -98,12 +99,26 @@ def prepare(
             raise LimitError(
                 f"params_dtype on {entry.backend.class_name}", got=config.params_dtype, expected=torch.bfloat16
             )
+        if layout == "expert":
+            _warm_selection(need, _ROUTER_DTYPES.get(config.moe_router_dtype, config.params_dtype))
         entries.append(entry)
     if metrics:
         for chunk in chunks:
             count_tokens(chunk)
     logger.info("prepared %d buffers for %d dispatchers, %s layout", len(entries), len(dispatchers), layout)
     return entries
+
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@torch.enable_grad()
+def _warm_selection(need: _Need, dtype: torch.dtype) -> None:
+    """Compile the selection's kernels, as tokens in multiples of 16 need them."""
+    device = "cuda" if on_cuda(need.group) else "cpu"
+    probs = torch.zeros(16, need.num_experts, dtype=dtype, device=device, requires_grad=True)
+    weights, _ = select_experts(probs, probs == 0, need.num_topk)
+    weights.sum().backward()
 
 
 def _dispatchers(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
