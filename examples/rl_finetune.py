@@ -114,6 +114,7 @@ class Finetuner:
             num_positions=length,
             num_topk=config.top_k,
             device=ranks.device,
+            group=dist.group.WORLD,
         )
         self.sampler = Sampler(
             self.model,

@@ -14,10 +14,17 @@ Legend: B sequences, S positions, K top-k, b sequences and n positions of one ca
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import InputError
+from .pool import pool, resolve_group
 
 __all__ = ["RoutingReplay"]
 
@@ -25,8 +32,26 @@ _UNKNOWN = -2
 """A selection that was not recorded; recorded ones that select nothing are -1."""
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _heard_by_all(method: _F) -> _F:
+    """What ``method`` raises also ends the dispatch or combine that the other ranks of the group are in."""
+
+    @functools.wraps(method)
+    def run(self: RoutingReplay, *args: Any, **arguments: Any) -> Any:
+        try:
+            return method(self, *args, **arguments)
+        except Exception as error:  # whatever it is
+            if self._group is None:
+                raise
+            pool.fail(self._group, "routing replay", error)
+
+    return cast(_F, run)
+
+
 class RoutingReplay:
-    """Expert indices per layer, sequence and position. Nothing here is collective; an error is this rank's alone.
+    """Expert indices per layer, sequence and position. Nothing here is collective unless it fails.
 
     Args:
         num_layers: layers with a router.
@@ -34,6 +59,8 @@ class RoutingReplay:
         num_positions: S, positions that the training forward sees.
         num_topk: K.
         device: of the indices.
+        group: whose ranks dispatch together: an error of :meth:`record`, :meth:`replay` or :meth:`compare` is then
+            raised on all of them. With None, unlike elsewhere, it is this rank's alone.
 
     Attributes:
         counts: int64 ``[2]`` on the device, since :meth:`clear`: of the selections that the training router made by
@@ -51,7 +78,9 @@ class RoutingReplay:
         num_positions: int,
         num_topk: int,
         device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
+        self._group = None if group is None else resolve_group(group)
         numbers = {"num_layers": num_layers, "num_positions": num_positions, "num_topk": num_topk}
         for name, value in {**numbers, "num_sequences": num_sequences}.items():
             least = 0 if name == "num_sequences" else 1
@@ -70,6 +99,7 @@ class RoutingReplay:
         self.counts.zero_()
         self._complete = False
 
+    @_heard_by_all
     def record(self, layer: int, topk_idx: Tensor, position: int | Tensor = 0) -> None:
         """Keep what the rollout's router chose for ``n`` positions of every sequence.
 
@@ -96,6 +126,7 @@ class RoutingReplay:
         new = topk_idx.detach().reshape(num_sequences, n, num_topk).to(torch.int64).clamp_min(-1)
         chosen.index_copy_(1, self._places[:n] + position, new)
 
+    @_heard_by_all
     def replay(self, layer: int, topk_idx: Tensor, *, sequences: slice = slice(None)) -> Tensor:
         """What the rollout chose, in place of what the training router chose by itself, ``topk_idx``, which is counted.
 
@@ -115,6 +146,7 @@ class RoutingReplay:
         self._count(topk_idx, recorded)
         return recorded
 
+    @_heard_by_all
     def compare(self, layer: int, topk_idx: Tensor, *, sequences: slice = slice(None)) -> None:
         """Only count where the training router's own choice differs; arguments and errors as :meth:`replay`."""
         self._count(topk_idx, self._recorded(layer, topk_idx, sequences))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import RankPool
 from oracle import moe
 from torch import Tensor
 
-from megatron_moe_v2 import FlexTokenDispatcher, InputError, RoutingReplay
+from megatron_moe_v2 import FlexTokenDispatcher, InputError, RoutingReplay, close_buffers
 
 LAYERS, SEQUENCES, POSITIONS, TOPK, EXPERTS = 2, 3, 4, 2, 8
 
@@ -173,3 +175,28 @@ def test_gradients_flow_through_the_weights_at_the_recorded_experts(ranks2: Rank
         torch.testing.assert_close(got_gate, want_gate)
         assert want_gate.abs().max() > 0
         assert 0 < counts[0] < counts[1]
+
+
+def unrecorded_on_one(rank: int, world: int) -> tuple[str, float]:
+    """Rank 1 forgot to record; rank 0 goes on to the layer's dispatch."""
+    dispatcher = FlexTokenDispatcher(num_experts=EXPERTS)
+    x, own = torch.zeros(SEQUENCES * POSITIONS, 16), routing()[0].flatten(0, 1)
+    dispatcher.dispatch(x, own, torch.ones(own.shape))
+    replay = RoutingReplay(
+        num_layers=1, num_sequences=SEQUENCES, num_positions=POSITIONS, num_topk=TOPK, group=dist.group.WORLD
+    )
+    if rank == 0:
+        replay.record(0, own)
+    started = time.monotonic()
+    try:
+        dispatcher.dispatch(x, replay.replay(0, own), torch.ones(own.shape))
+    except InputError as error:
+        text = str(error)
+    close_buffers()
+    return text, time.monotonic() - started
+
+
+def test_with_a_group_every_rank_hears_of_an_error(ranks2: RankPool) -> None:
+    for text, seconds in ranks2.run(unrecorded_on_one):
+        assert "the routing of layer 0, sequence 0, position 0 was not recorded" in text
+        assert seconds < 3
