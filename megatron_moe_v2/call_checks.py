@@ -210,7 +210,10 @@ def _index_error(idx: Tensor, num_experts: int) -> MoEError | None:
 def compare(
     operation: str, call: Call, *tensors: Tensor, repeats: bool = False, failure: MoEError | None = None
 ) -> None:
-    """What ``MCORE_DEEPEP_V2_CHECK=1`` adds: this call compared between all ranks. Collective over the group."""
+    """What ``MCORE_DEEPEP_V2_CHECK=1`` adds: this call compared between all ranks. Collective over the group.
+
+    Where the buffer can tell its ranks it does: one that is in a backward, which is not compared, then hears of it too.
+    """
     dropped, call.entry.dropped = call.entry.dropped, None
     if dropped is not None:
         failure = InputError(
@@ -227,4 +230,10 @@ def compare(
         "fp8": [str(call.fp8), call.dequantize, call.fp8_backward],
         "gradients": [torch.is_grad_enabled() and one.requires_grad for one in tensors],
     }
-    agree(call.entry.group, operation, facts, timeout=agreement_timeout(), failure=failure)
+    entry = call.entry
+    if not entry.has_channel:
+        agree(entry.group, operation, facts, timeout=agreement_timeout(), failure=failure)
+        return
+    if failure is not None:
+        entry.fail(operation, failure)
+    entry.announce(", ".join([operation, *(f"{name}={value}" for name, value in facts.items())]))

@@ -400,7 +400,10 @@ def first_order(backward: _F) -> _F:
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
-            raise InputError("create_graph=True", fix="Dispatch and combine have no second derivative.")
+            error = InputError("create_graph=True", fix="Dispatch and combine have no second derivative.")
+            if hasattr(ctx, "call"):  # others may be in this backward without it
+                ctx.call.entry.fail("backward", error)
+            raise error
         return backward(ctx, *grads)
 
     return cast(_F, guarded)

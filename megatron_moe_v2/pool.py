@@ -119,12 +119,12 @@ class BufferPool:
     def fail(self, group: dist.ProcessGroup, operation: str, error: Exception) -> NoReturn:
         """Collective over the group: raise ``error`` before it is known which buffer the call is for.
 
-        Where a buffer of the group lives, the other ranks are taken to be in a call of one, and to compare it first
-        where calls are compared. They are waited for no longer than an agreement.
+        Where a buffer of the group lives, the other ranks are taken to be in a call of one, and where it has no channel
+        to compare it first if calls are compared. They are waited for no longer than an agreement.
         """
         error = typed(error, operation)
         entry = self._last.get(group)
-        if entry is not None and not entry.closed and not entry.check:
+        if entry is not None and not entry.closed and (entry.has_channel or not entry.check):
             entry.fail(operation, error)
         agree(group, operation, {}, timeout=agreement_timeout(), failure=error)
         raise error
@@ -214,7 +214,7 @@ class BufferPool:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = typed(error, "buffer construction")
         last = self._last.get(group)
-        if last is not None and last.has_channel and not last.check:
+        if last is not None and last.has_channel:
             # Ranks that have this buffer may be in a call of it: they and this one must hear of each other.
             if failure is not None:
                 last.fail("buffer construction", failure)

@@ -126,10 +126,17 @@ def _choice(options: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
-def _number(kind: type, least: float) -> Callable[[str], Any]:
+_MOST = 2**31 - 1
+"""What a C int holds."""
+
+_MOST_SECS = 1e6
+"""In milliseconds less than a C int holds."""
+
+
+def _number(kind: type, least: float, most: float = _MOST) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
-        if not least <= value < float("inf"):
+        if not least <= value <= most:
             raise ValueError
         return value
 
@@ -169,7 +176,12 @@ VARIABLES = (
     Variable(suffix="CPU_TIMEOUT_SECS", field="cpu_timeout_secs", parse=_number(int, 1), allowed="seconds from 1"),
     Variable(suffix="GPU_TIMEOUT_SECS", field="gpu_timeout_secs", parse=_number(int, 1), allowed="seconds from 1"),
     Variable(suffix="SET_ENV", field="set_env", parse=_flag, allowed="0 or 1"),
-    Variable(suffix="AGREE_SECS", field="agree_secs", parse=_number(float, 0.1), allowed="seconds from 0.1"),
+    Variable(
+        suffix="AGREE_SECS",
+        field="agree_secs",
+        parse=_number(float, 0.1, _MOST_SECS),
+        allowed="seconds from 0.1 to 1e6",
+    ),
     Variable(suffix="NVTX", field="nvtx", parse=_flag, allowed="0 or 1"),
 )
 

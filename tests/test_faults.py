@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -343,3 +344,64 @@ def test_nothing_is_called_for_a_group_that_is_gone(ranks2: RankPool) -> None:
             "combine": "BufferClosedError",
             "backward": "BufferClosedError",
         }
+
+
+def late_after_a_failure(rank: int, world: int) -> Seen:
+    """Rank 1's call is wrong, and rank 0 comes to it when rank 1 no longer waits; both go on."""
+    with buffers(AGREE_SECS=1):
+        good_step()
+        if rank == 0:
+            time.sleep(2.5)
+        arguments = inputs()
+        if rank == 1:
+            arguments["token_indices"] = torch.full_like(arguments["token_indices"], 99)
+        seen = attempt(lambda: dispatch(arguments))
+        for _ in range(3):
+            good_step()
+    return seen
+
+
+def test_a_late_rank_hears_of_a_failure_and_stays_in_step(ranks2: RankPool) -> None:
+    (_, at_once), (_, waited) = seen = ranks2.run(late_after_a_failure)
+    check(seen, "InputError", "got 99")
+    assert at_once < 1 < waited < 2.5
+
+
+def unequal_calls(rank: int, world: int, what: str) -> Seen:
+    """Under CHECK=1, which compares forward calls alone, rank 1 makes no second layer, or only rank 0 a backward."""
+    with buffers(CHECK=1):
+        x = torch.ones(3, 8, requires_grad=True)
+        dispatcher = FlexTokenDispatcher(num_experts=2)
+
+        def layer(x: Any) -> Any:
+            sent = dispatcher.dispatch(x, torch.zeros(3, 1).long(), torch.ones(3, 1))
+            return dispatcher.combine(sent.tokens, sent)
+
+        def step() -> None:
+            y = layer(x)
+            if rank == 0 and what == "layer":
+                y = layer(y)
+            if rank == 0 or what == "layer":
+                y.sum().backward()
+            layer(x)
+
+        return attempt(step)
+
+
+@pytest.mark.parametrize("what", ["layer", "backward"])
+def test_unequal_calls_are_told_apart_by_what_they_are(ranks2: RankPool, what: str) -> None:
+    check(ranks2.run(unequal_calls, what, timeout=HANG), "RankMismatchError", "ranks make different calls", "dispatch")
+
+
+def second_derivative_on_one_rank(rank: int, world: int) -> Seen:
+    with buffers():
+        x = torch.ones(3, 8, requires_grad=True)
+        recv_x, *_, handle = fused_dispatch(x, torch.zeros(3, 1).long(), torch.ones(3, 1), 2, None)
+        y, _ = fused_combine(recv_x, None, handle)
+        seen = attempt(lambda: torch.autograd.grad(y.sum(), x, create_graph=rank == 1))
+        good_step()
+    return seen
+
+
+def test_a_refused_second_derivative_is_heard_of(ranks2: RankPool) -> None:
+    check(ranks2.run(second_derivative_on_one_rank, timeout=HANG), "InputError", "create_graph=True")

@@ -36,7 +36,7 @@ GOOD = {
 BAD = {
     "BACKEND": ["deepep", "DEEPEP_V2", "auto,embedded"],
     "MODE": ["normal"],
-    "MAX_TOKENS_PER_RANK": ["0", "-1", "8k", "4096.0", "nan"],
+    "MAX_TOKENS_PER_RANK": ["0", "-1", "8k", "4096.0", "nan", "2147483648"],
     "DECODE_MAX_TOKENS_PER_RANK": ["0", "many"],
     "HIDDEN": ["-256", "wide"],
     "NUM_TOPK": ["-1", "2.5"],
@@ -47,7 +47,7 @@ BAD = {
     "SET_ENV": ["no"],
     "DETERMINISTIC": ["yes", "2"],
     "CHECK": ["true", "01"],
-    "AGREE_SECS": ["0", "-5", "inf", "nan", "soon"],
+    "AGREE_SECS": ["0", "-5", "inf", "nan", "soon", "1e18"],
     "NVTX": ["on"],
 }
 

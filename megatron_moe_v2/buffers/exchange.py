@@ -8,6 +8,7 @@ is exchanged.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import time
@@ -83,6 +84,12 @@ class RowFormat:
         return views
 
 
+def _text_of(call: str, failure: Exception | None) -> Tensor:
+    """What a rank tells the others: its failure, or the call it is in; ``_TEXT_BYTES`` bytes."""
+    text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]
+    return torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+
+
 class Exchange:
     """The transport of one embedded buffer. Collective over the group in the same order on all ranks."""
 
@@ -122,16 +129,16 @@ class Exchange:
         except CommunicationError:
             if failure is None:
                 raise
+            self._leave(_text_of(call, failure))
             raise failure from None  # nobody waited for this rank
         if failure is not None or any(header[:3] != same for header in got):
             self._raise_together(call, failure)
         return [header[3] for header in got]
 
     def _raise_together(self, call: str, failure: Exception | None) -> None:
-        text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]
-        sent = torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
         try:
-            got = self._all_to_all(sent.repeat(self.num_ranks, 1), call, agreement_timeout())
+            sent = _text_of(call, failure).repeat(self.num_ranks, 1)
+            got = self._all_to_all(sent, call, agreement_timeout())
         except CommunicationError as error:
             raise failure or RankMismatchError(
                 "a call failed on another rank, which did not stay to say why",
@@ -144,7 +151,18 @@ class Exchange:
             if received.startswith("E"):
                 raise from_wire(received[1:], rank)
         calls = rank_table({rank: received[1:] for rank, received in enumerate(texts)})
-        raise RankMismatchError(f"ranks make different calls:\n{calls}")
+        raise RankMismatchError(
+            f"ranks make different calls:\n{calls}",
+            fix="Make the same calls in the same order on every rank, with the same options.",
+        )
+
+    def _leave(self, text: Tensor) -> None:
+        """Take part in the exchange of texts without waiting: who comes late then hears why, and stays in step."""
+        sent = text.repeat(self.num_ranks, 1).to(self._host)
+        got = torch.empty_like(sent)
+        with contextlib.suppress(RuntimeError):  # the peers are gone, not late
+            work = dist.all_to_all_single(got, sent, group=self.group, async_op=True)
+            _unanswered.append((work, got, sent))
 
     def _all_to_all(self, sent: Tensor, call: str, timeout: float | None = None) -> Tensor:
         sent = sent.to(self._host)

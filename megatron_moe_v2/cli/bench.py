@@ -135,7 +135,8 @@ def main(argv: Sequence[str]) -> int:
             with local_ranks.joined(args.device) as device:
                 _rank(device, args)
     except (MoEError, ProcessRaisedException) as error:
-        print(f"bench: {error}", file=sys.stderr)
+        if "BrokenPipeError" not in str(error):  # the reader, head for one, has seen enough
+            print(f"bench: {error}", file=sys.stderr)
         return 1
     except ProcessExitedException as error:
         return error.exit_code or 1

@@ -33,6 +33,7 @@ RDMA_GBS = 50.0
 EFFICIENCY = 0.9
 """Share of it that DeepEP's own estimate of SM counts reckons with (``get_nvlink_gbs``)."""
 
+_MOST_RANKS = 2**20
 _MODES = ("hybrid", "direct")
 
 
@@ -160,6 +161,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> int:
+    if (ranks := _positive(text)) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_RANKS}")
+    return ranks
+
+
 def _rate(text: str) -> float:
     try:
         value = float(text)
@@ -186,9 +193,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     model("--topk", type=_positive, metavar="K")
     model("--layers", type=_positive, metavar="N", help="layers with experts")
     model("--ffn", type=_positive, metavar="F", help="inner width of an expert")
-    add(
-        "--ranks", type=_positive, default=8, metavar="R", help="ranks that exchange tokens, EP times ETP (%(default)s)"
-    )
+    add("--ranks", type=_ranks, default=8, metavar="R", help="ranks that exchange tokens, EP times ETP (%(default)s)")
     add("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs of an NVLink domain (%(default)s)")
     add("--seq-len", type=_positive, default=4096, metavar="S", help="(%(default)s)")
     add("--micro-batch", type=_positive, default=1, metavar="B", help="(%(default)s)")
