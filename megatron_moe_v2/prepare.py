@@ -78,6 +78,8 @@ def prepare_buffer(
     group = resolve_group(group)
     if isinstance(layouts, str) or not set(layouts) <= {"token", "expert"}:
         pool.fail(group, "warm-up", InputError("layouts", got=repr(layouts), expected='some of "token" and "expert"'))
+    if type(num_sms) is not int or num_sms < 0:
+        pool.fail(group, "warm-up", InputError("num_sms", got=repr(num_sms), expected="an integer from 0"))
     if warmup and (num_experts is None or num_topk is None):
         error = InputError("warmup", got=f"num_experts={num_experts}, num_topk={num_topk}", expected="both")
         pool.fail(group, "warm-up", error)
