@@ -73,6 +73,15 @@ def test_compiled_nccl_says_nothing_of_the_loaded_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "installed", "status"), [(False, False, "skip"), (False, True, "fail"), (True, False, "fail")]
+)
+def test_an_old_nccl_matters_where_deepep_could_use_it(gpu: bool, installed: bool, status: str) -> None:
+    """PyTorch's usual wheel brings an NCCL of its own, on a laptop too."""
+    stages = {"nccl": {"loaded": {"/site/libnccl.so.2": "2.29.7"}}, "deep_ep": {"installed": installed}}
+    assert by_id(nccl_check(Imports(stages=stages), gpu))["nccl-loaded"].status == status
+
+
+@pytest.mark.parametrize(
     ("folder", "kind", "status"),
     [
         ("/home/u/.deep_ep", "nfs4", "warn"),

@@ -38,10 +38,11 @@ def nccl_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
     texts = [f"{version or 'of unknown version'} at {file}" for file, version in loaded.items()]
     old = [version for version in loaded.values() if version and numbers(version) < LEAST_NCCL]
     unknown = [file for file, version in loaded.items() if not version]
+    matters = gpu or imports.of("deep_ep").get("installed")
     yield Finding(
         id="nccl-loaded",
         group=GROUP,
-        status=FAIL if old else WARN if unknown else OK,
+        status=OK if not old and not unknown else SKIP if not matters else FAIL if old else WARN,
         found="loaded: NCCL " + "; ".join(texts),
         needed=f"NCCL {least} or later, for DeepEP V2",
         fix=_INSTALL if old or unknown else "",

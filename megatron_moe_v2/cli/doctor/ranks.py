@@ -20,7 +20,7 @@ FATAL_FINDINGS = ("package", "torch", "nccl-loaded", "deep_ep-import", "deep_ep-
 FATAL_VARIABLES = ("EP_DISABLE_GIN", "EP_NUM_TOPK_IDX_BITS", "NCCL_CUMEM_ENABLE", "NCCL_GIN_ENABLE", "NCCL_GIN_TYPE")
 OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 """Launchers give each rank its own."""
-STATUS_ALONE = ("jit-cache", "selftest")
+STATUS_ALONE = ("import-time", "jit-cache", "selftest")
 """Findings whose text is each host's or rank's own."""
 
 _PLACE = re.compile(r"(?: at| from) /\S+")
