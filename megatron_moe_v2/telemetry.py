@@ -26,9 +26,14 @@ from .buffers.checks import check_num_experts
 from .errors import InputError
 from .pool import Group, on_cuda, resolve_group
 
-__all__ = ["ExpertLoadStats"]
+__all__ = ["ExpertLoadStats", "in_backward"]
 
 _WRAP = 2**32
+
+
+def in_backward() -> bool:
+    """A backward runs on this thread, so that a forward in it is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class ExpertLoadStats:
@@ -82,7 +87,7 @@ class ExpertLoadStats:
         Args:
             most: R * M, more than which no expert can receive in it.
         """
-        if torch._C._current_graph_task_id() != -1:  # a backward runs on this thread
+        if in_backward():
             return None
         self._uncarried += most
         capturing = self._counters.is_cuda and torch.cuda.is_current_stream_capturing()

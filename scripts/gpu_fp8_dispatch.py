@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_times import milliseconds
+from gpu_times import medians, milliseconds
 from torch import Tensor
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
@@ -41,18 +39,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "token": {"layout": "token"},
     "expert, 128": {"layout": "expert", "expert_alignment": 128},
 }
-
-
-def medians(runs: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
-    """Interleaved, so that a machine that slows down does so for all."""
-    for run in runs.values():
-        run()
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, device))
-    return {name: statistics.median(spent) for name, spent in times.items()}
 
 
 class Scene:
@@ -125,7 +111,8 @@ def measure(scene: Scene, entry: Any, device: str, rounds: int) -> None:
             "grouped by expert": {wire: partial(scene.grouped, layout, options) for wire, options in WIRES.items()},
             "forward + backward": {wire: partial(scene.whole, layout, options) for wire, options in WIRES.items()},
         }
-        times = {phase: medians(runs, device, rounds) for phase, runs in phases.items()}
+        measure = partial(milliseconds, device=device)
+        times = {phase: medians(runs, rounds, measure) for phase, runs in phases.items()}
         if not first:
             continue
         tokens, hidden = scene.x.shape

@@ -19,38 +19,34 @@ Rounds are interleaved. "GPU ms" is the sum of kernel times from torch.profiler 
 rounds, for waiting counts), "elapsed ms" the median between CUDA events of one step begun with an idle device, "back to
 back" that of a step among ten in a row, all of rank 0. A backward runs in the calling thread: what handing it over to
 autograd's own costs is paid once a step in training, not once a layer (``--threads`` for that). All must give the same
-output. Below it (d) beside the same four calls made on DeepEP directly, and the host's time for each.
+output. Below it what ``gpu_overhead`` says of (d).
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import os
-import pstats
 import statistics
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_times import kernels_of, milliseconds
+from gpu_overhead import host_profile, overhead
+from gpu_times import Step, back_to_back, elapsed, kernels, medians, say
 from torch import Tensor
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
 
 NUM_TOPK, NUM_EXPERTS, ROUNDS = 8, 128, 20
 
-Step = Callable[[], object]
-
 
 class Scene:
     """One shape: inputs with gradients, and what comes from above."""
 
     def __init__(self, tokens: int, hidden: int) -> None:
-        self.tokens, self.hidden = tokens, hidden
+        self.tokens, self.hidden, self.num_experts = tokens, hidden, NUM_EXPERTS
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.num_local_experts = NUM_EXPERTS // self.num_ranks
         draw = torch.Generator("cuda").manual_seed(self.rank)
@@ -126,41 +122,6 @@ class Scene:
         return step
 
 
-def elapsed(step: Step) -> float:
-    if dist.get_world_size() > 1:
-        dist.barrier()
-    return milliseconds(step)
-
-
-def back_to_back(step: Step, rounds: int = 10) -> float:
-    """Median milliseconds of a step among others of its kind, as in training: the host may run ahead."""
-
-    def several() -> None:
-        for _ in range(rounds):
-            step()
-
-    return statistics.median(elapsed(several) for _ in range(5)) / rounds
-
-
-def kernels(step: Step, rounds: int = 7) -> tuple[float, int]:
-    """Milliseconds in kernels and number of kernels, a step.
-
-    The median of several steps, with several ranks the least of each kernel: one that waits for another GPU counts its
-    wait.
-    """
-    found = [_kernels_of_one(step) for _ in range(rounds)]
-    typical = min if dist.get_world_size() > 1 else statistics.median
-    times = [typical(sum(one[name]) for one in found if name in one) for name in set().union(*found)]
-    return sum(times), sum(len(times) for times in found[0].values())
-
-
-def _kernels_of_one(step: Step) -> dict[str, list[float]]:
-    if dist.get_world_size() > 1:
-        torch.cuda.synchronize()
-        dist.barrier()
-    return kernels_of(step)
-
-
 def copy_gbs(nbytes: int = 2**30) -> float:
     """What a device-to-device copy moves, bytes read and written, in GB/s."""
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
@@ -198,7 +159,7 @@ def main() -> None:
         say(f"T {tokens} x H {hidden} a rank, K {NUM_TOPK}, E {NUM_EXPERTS}, forward and backward:\n")
         say("| | elapsed ms | back to back ms | GPU ms | kernels | copy floor ms | peak MiB |\n" + "|---" * 7 + "|")
         table(dict(sorted(steps.items())), scene, bandwidth)
-        overhead(scene, entry)
+        overhead(scene, entry, ROUNDS)
         if args.profile:
             host_profile(scene, entry.buffer.raw)
         close_buffers()
@@ -214,11 +175,6 @@ def main() -> None:
             if wanted is not None:
                 os.environ["MCORE_DEEPEP_V2_NUM_SMS"] = wanted
     dist.destroy_process_group()
-
-
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
 
 
 def prepare(tokens: int, hidden: int) -> Any:
@@ -247,10 +203,7 @@ def table(steps: dict[str, Step], scene: Scene, bandwidth: float) -> None:
         assert scene.y is not None
         if not torch.allclose(scene.y, scene.x.detach() * NUM_TOPK, rtol=2e-2, atol=1e-2):
             say(f"{name}: wrong values")
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            times[name].append(elapsed(step))
+    times = medians(steps, ROUNDS, elapsed)
     row = 2 * scene.hidden
     # At one rank, rows read and written forward; backward is the same again. Token layout: dispatch and combine move
     # each token once in and out, permute and un-permute read or write each copy once more.
@@ -264,198 +217,9 @@ def table(steps: dict[str, Step], scene: Scene, bandwidth: float) -> None:
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
         floor = floors["expert" if name.startswith(("(d)", "(e)")) else "token"] / bandwidth / 1e6
         least = f"{floor:.3f}" if scene.num_ranks == 1 else ""
-        row = f"{statistics.median(times[name]):.3f} | {back_to_back(step):.3f} | {gpu:.3f} | {count} | {least}"
+        row = f"{times[name]:.3f} | {back_to_back(step):.3f} | {gpu:.3f} | {count} | {least}"
         say(f"| {name} | {row} | {peak:.0f} |")
     say("")
-
-
-def overhead(scene: Scene, entry: Any) -> None:
-    """(d) beside the same four calls made on DeepEP: alone, and in the least autograd functions that can make them."""
-    raw = entry.buffer.raw
-    num_sms = entry.num_sms_for(NUM_EXPERTS, NUM_TOPK, True)
-    theirs = Direct(raw, scene.idx, num_sms=num_sms, ceiling=scene.tokens)
-    steps = {
-        "ours": scene.flex("expert"),
-        "bare autograd functions": lambda: scene.backward(*theirs.through_autograd(scene.x, scene.weights)),
-        "DeepEP alone": lambda: theirs.step(scene.x.detach(), scene.weights.detach(), scene.upstream),
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS):
-        for name, step in steps.items():
-            spent = elapsed(step)
-            if turn > 2:
-                times[name].append(spent)
-    say("| | elapsed ms | back to back ms | GPU ms | kernels |\n" + "|---" * 5 + "|")
-    for name, step in steps.items():
-        gpu, count = kernels(step)
-        say(f"| {name} | {statistics.median(times[name]):.3f} | {back_to_back(step):.3f} | {gpu:.3f} | {count} |")
-    say("")
-    for how in HOST_TIMES:
-        say(f"host time a call, {HOST_TIMES[how]}: {host_times(scene, theirs, how)}")
-    say("")
-
-
-class Direct:
-    """The four calls of a step of the expert layout made on DeepEP's own buffer.
-
-    Args:
-        ceiling: most tokens of a rank, as the buffer was built for.
-    """
-
-    def __init__(self, raw: Any, idx: Tensor, *, num_sms: int, ceiling: int) -> None:
-        self.raw, self.idx, self.num_sms = raw, idx, num_sms
-        self.sizes = {
-            "num_experts": NUM_EXPERTS,
-            "num_max_tokens_per_rank": ceiling,
-            "expert_alignment": 1,
-            "num_sms": num_sms,
-            "do_expand": True,
-        }
-
-    def dispatch(self, x: Tensor, weights: Tensor) -> Any:
-        return self.raw.dispatch(x, topk_idx=self.idx, topk_weights=weights, **self.sizes)
-
-    def again(self, x: Tensor, handle: Any) -> Tensor:
-        return self.raw.dispatch(x, handle=handle, **self.sizes)[0]  # type: ignore[no-any-return]
-
-    def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> Any:
-        return self.raw.combine(x, handle, topk_weights=weights, num_sms=self.num_sms)
-
-    def step(self, x: Tensor, weights: Tensor, upstream: Tensor) -> None:
-        recv_x, _, recv_weights, handle, _ = self.dispatch(x, weights)
-        self.combine(recv_x, handle)
-        self.combine(self.again(upstream, handle), handle, recv_weights)
-
-    def through_autograd(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        recv_x, recv_weights, handle = BareDispatch.apply(x, weights, self)
-        return BareCombine.apply(recv_x, handle, self), recv_weights
-
-
-class BareDispatch(torch.autograd.Function):
-    """The least that a dispatch with gradients can cost: DeepEP's call, and its handle's tensors saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, direct: Direct) -> tuple[Any, ...]:
-        recv_x, _, recv_weights, handle, _ = direct.dispatch(x, weights)
-        ctx.save_for_backward(*[one for one in vars(handle).values() if isinstance(one, Tensor)])
-        ctx.handle, ctx.direct = handle, direct
-        return recv_x, recv_weights, handle
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: None) -> tuple[Any, ...]:
-        assert ctx.saved_tensors
-        return (*ctx.direct.combine(grad_x, ctx.handle, grad_weights)[:2], None)
-
-
-class BareCombine(torch.autograd.Function):
-    """As :class:`BareDispatch`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: Any, direct: Direct) -> Tensor:
-        ctx.save_for_backward(*[one for one in vars(handle).values() if isinstance(one, Tensor)])
-        ctx.handle, ctx.direct = handle, direct
-        return direct.combine(x, handle)[0]  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        assert ctx.saved_tensors
-        return ctx.direct.again(grad, ctx.handle), None, None
-
-
-HOST_TIMES = {
-    "alone": "500 of its kind back to back",
-    "in turn": "back to back with the others in turn",
-    "idle": "an idle device and cold caches before each",
-}
-
-
-def host_times(scene: Scene, theirs: Direct, how: str) -> str:
-    """Median microseconds of the Python call, ours less DeepEP's.
-
-    Few tokens, so that a call back to back with others does not wait for the device; a dispatch always waits for its
-    own counts. ``"idle"``: the device is waited for and the caches are filled with something else before each call.
-    """
-    tokens = 16
-    x, weights, idx = scene.x.detach()[:tokens], scene.weights.detach()[:tokens], scene.idx[:tokens]
-    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    few = Direct(theirs.raw, idx, num_sms=theirs.num_sms, ceiling=scene.tokens)
-    recv_x, _, _, _, handle = fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert")
-    plain = recv_x.detach()
-    kept = torch.ones(2**22), torch.ones(2**22)
-    phases: dict[str, tuple[Step, ...]] = {
-        "dispatch": (
-            lambda: fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert"),
-            lambda: few.dispatch(x, weights),
-            lambda: BareDispatch.apply(leaf, leaf_weights, few),
-        ),
-        "combine": (
-            lambda: fused_combine(recv_x, None, handle),
-            lambda: few.combine(plain, handle.ep_handle),
-            lambda: BareCombine.apply(recv_x, handle.ep_handle, few),
-        ),
-    }
-    texts = []
-    for name, sides in phases.items():
-        times: list[list[float]] = [[] for _ in sides]
-        order = sorted([0, 1, 2] * 500) if how == "alone" else [0, 1, 2] * (500 if how == "in turn" else 100)
-        for side in order:
-            if how == "idle":
-                torch.cuda.synchronize()
-                kept[0].copy_(kept[1])
-            start = time.perf_counter()
-            result = sides[side]()
-            times[side].append(time.perf_counter() - start)
-            del result
-        mine, other, bare = (statistics.median(column) * 1e6 for column in times)
-        texts.append(
-            f"{name} {mine:.0f} µs, {mine - other:.0f} beyond DeepEP's {other:.0f}, a bare autograd function's "
-            f"{bare - other:.0f}"
-        )
-    return "; ".join(texts)
-
-
-def host_profile(scene: Scene, raw: Any) -> None:
-    """Microseconds before, in and after DeepEP's part of our calls, and the functions that take them."""
-    x, weights, idx = scene.x.detach()[:16], scene.weights.detach()[:16], scene.idx[:16]
-    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    recv_x, *_, handle = fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert")
-    for name, run in {
-        "dispatch": lambda: fused_dispatch(leaf, idx, leaf_weights, NUM_EXPERTS, None, layout="expert"),
-        "combine": lambda: fused_combine(recv_x, None, handle),
-    }.items():
-        say(f"{name} {split(run, raw, name)}")
-        profiler = cProfile.Profile()
-        profiler.enable()
-        for _ in range(500):
-            run()
-        profiler.disable()
-        if dist.get_rank() == 0:
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-
-
-def split(run: Step, raw: Any, name: str, rounds: int = 300) -> str:
-    """Medians of the time before, in and after the call of ``raw``'s method, and without it."""
-    theirs, marks = getattr(raw, name), []
-
-    def marked(*args: Any, **more: Any) -> Any:
-        marks.append(time.perf_counter())
-        result = theirs(*args, **more)
-        marks.append(time.perf_counter())
-        return result
-
-    setattr(raw, name, marked)
-    parts: list[tuple[float, ...]] = []
-    for _ in range(rounds):
-        marks.clear()
-        start = time.perf_counter()
-        result = run()
-        end = time.perf_counter()
-        del result
-        parts.append((marks[0] - start, marks[1] - marks[0], end - marks[1]))
-    delattr(raw, name)
-    torch.cuda.synchronize()
-    before, inside, after = (statistics.median(column) * 1e6 for column in zip(*parts, strict=True))
-    return f"before DeepEP {before:.0f} µs, in it {inside:.0f} µs, after {after:.0f} µs"
 
 
 if __name__ == "__main__":

@@ -84,12 +84,6 @@ class RowFormat:
         return views
 
 
-def _text_of(call: str, failure: Exception | None) -> Tensor:
-    """What a rank tells the others: its failure, or the call it is in; ``_TEXT_BYTES`` bytes."""
-    text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]
-    return torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
-
-
 class Exchange:
     """The transport of one embedded buffer. Collective over the group in the same order on all ranks."""
 
@@ -129,7 +123,7 @@ class Exchange:
         except CommunicationError:
             if failure is None:
                 raise
-            self._leave(_text_of(call, failure))
+            self._leave(call, failure)
             raise failure from None  # nobody waited for this rank
         if failure is not None or any(header[:3] != same for header in got):
             self._raise_together(call, failure)
@@ -137,8 +131,7 @@ class Exchange:
 
     def _raise_together(self, call: str, failure: Exception | None) -> None:
         try:
-            sent = _text_of(call, failure).repeat(self.num_ranks, 1)
-            got = self._all_to_all(sent, call, agreement_timeout())
+            got = self._all_to_all(self._texts(call, failure), call, agreement_timeout())
         except CommunicationError as error:
             raise failure or RankMismatchError(
                 "a call failed on another rank, which did not stay to say why",
@@ -156,9 +149,15 @@ class Exchange:
             fix="Make the same calls in the same order on every rank, with the same options.",
         )
 
-    def _leave(self, text: Tensor) -> None:
+    def _texts(self, call: str, failure: Exception | None) -> Tensor:
+        """What this rank tells each other one, its failure or the call it is in: bytes ``[R, _TEXT_BYTES]``."""
+        text = ("E" + to_wire(failure) if failure is not None else "C" + call).encode()[:_TEXT_BYTES]
+        line = torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        return line.repeat(self.num_ranks, 1)
+
+    def _leave(self, call: str, failure: Exception) -> None:
         """Take part in the exchange of texts without waiting: who comes late then hears why, and stays in step."""
-        sent = text.repeat(self.num_ranks, 1).to(self._host)
+        sent = self._texts(call, failure).to(self._host)
         got = torch.empty_like(sent)
         with contextlib.suppress(RuntimeError):  # the peers are gone, not late
             work = dist.all_to_all_single(got, sent, group=self.group, async_op=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..telemetry import in_backward
 from . import core
 
 __all__ = ["METRICS", "count_tokens"]
@@ -38,7 +39,7 @@ def count_tokens(model: torch.nn.Module) -> int:
 
 def _record(layer: Any, _inputs: Any, _outputs: Any) -> None:
     counts = getattr(layer.token_dispatcher._comm_manager, "tokens_per_expert", None)
-    if not layer.training or counts is None or torch._C._current_graph_task_id() != -1:  # a backward runs
+    if not layer.training or counts is None or in_backward():
         return
     tracker = core.module(_TRACKER).get_moe_metrics_tracker()
     device = next(layer.parameters()).device

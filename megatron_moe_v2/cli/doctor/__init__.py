@@ -109,12 +109,11 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
     wait = looking.start(IMPORT_TIMEOUT)
     environ = dict(os.environ)
     system = _checked("system", "python", lambda part: part.python_check())
-    gpu, links = False, ""
+    gpu = False
     try:
-        from .system import has_gpu, link_states
+        from .system import has_gpu
 
         gpu = has_gpu()
-        links = link_states() if gpu else ""
     except Exception:  # the finding above says why
         pass
     network = [
@@ -130,7 +129,7 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
         *_checked("system", "torch", lambda part: part.torch_check(imports, gpu)),
         *_checked("system", "import-time", lambda part: part.import_time_check(imports)),
         *_checked("system", "gpu", lambda part: part.gpu_check(imports, gpu)),
-        *_checked("system", "links", lambda part: part.link_check(imports, gpu, links)),
+        *_checked("system", "links", lambda part: part.link_check(imports, gpu)),
         *network,
         *_checked("nccl", "nccl", lambda part: part.nccl_check(imports, gpu)),
         *_checked("libraries", "deep_ep", lambda part: part.deep_ep_check(imports, gpu, wanted)),

@@ -21,7 +21,6 @@ __all__ = [
     "has_gpu",
     "import_time_check",
     "link_check",
-    "link_states",
     "loopback_check",
     "network_check",
     "python_check",
@@ -139,17 +138,14 @@ def gpu_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
     )
 
 
-def link_states() -> str:
-    """What nvidia-smi says of the first GPU's NVLinks; takes a second or more."""
-    return output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or ""
-
-
-def link_check(imports: Imports, gpu: bool, states: str) -> Iterator[Finding]:
-    """Args: ``states``: of :func:`link_states`."""
+def link_check(imports: Imports, gpu: bool, states: str | None = None) -> Iterator[Finding]:
+    """Args: ``states``: what nvidia-smi says of the first GPU's NVLinks, asked for if it is not given."""
     count = len(imports.of("cuda").get("devices") or [])
     if not gpu:
         yield Finding(id="nvlink", group=GROUP, status=SKIP, found="no GPU")
         return
+    if states is None:
+        states = output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or ""
     speeds = [float(speed) for speed in re.findall(r"Link \d+:\s*([\d.]+) GB/s", states)]
     if speeds:
         found = f"{len(speeds)} links of {speeds[0]:.0f} GB/s on the first GPU, {sum(speeds):.0f} GB/s together"
