@@ -89,6 +89,17 @@ def test_it_takes_less_than_five_seconds() -> None:
     assert min(doctor()[1]["seconds"] for _ in range(3)) < 5
 
 
+def test_missing_bytecode(tmp_path: Path) -> None:
+    """Libraries whose bytecode is somewhere else, and which may write none."""
+    env = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    code, _, found = doctor(env=env)
+    assert code == 0
+    assert found["bytecode"]["status"] == "warn"
+    assert "PYTHONDONTWRITEBYTECODE" in found["bytecode"]["found"]
+    folder = found["bytecode"]["fix"].rpartition(" ")[2]
+    assert (Path(folder) / "torch").is_dir()
+
+
 def test_an_environment_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=120)
     code, _, found = doctor(python=str(tmp_path / "bin/python"))

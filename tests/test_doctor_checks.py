@@ -20,6 +20,7 @@ from megatron_moe_v2.cli.doctor.imports import Imports, mapped_nccl
 from megatron_moe_v2.cli.doctor.nccl import nccl_check
 from megatron_moe_v2.cli.doctor.ranks import differences
 from megatron_moe_v2.cli.doctor.system import (
+    bytecode_check,
     gpu_check,
     import_time_check,
     link_check,
@@ -225,6 +226,22 @@ def test_nvlink() -> None:
 def test_import_time(stages: dict[str, Any], status: str, found: str) -> None:
     (one,) = import_time_check(Imports(stages=stages))
     assert (one.status, one.found) == (status, found)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "said"),
+    [
+        ({"missing": 8, "writes": True}, "ok", ""),
+        ({"missing": 900, "writes": True}, "warn", "their folders cannot be written"),
+        ({"missing": 900, "writes": False}, "warn", "PYTHONDONTWRITEBYTECODE is set"),
+        ({"error": "died"}, "skip", ""),
+    ],
+)
+def test_bytecode(facts: dict[str, Any], status: str, said: str) -> None:
+    (one,) = bytecode_check(Imports(stages={"bytecode": {"modules": 986, "folder": "/env/site-packages", **facts}}))
+    assert one.status == status
+    assert said in one.found
+    assert ("compileall -q /env/site-packages" in one.fix) == (status == "warn")
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,12 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
     wait = looking.start(IMPORT_TIMEOUT)
     environ = dict(os.environ)
     system = _checked("system", "python", lambda part: part.python_check())
-    gpu = False
+    gpu, states = False, ""
     try:
-        from .system import has_gpu
+        from .system import has_gpu, link_states
 
         gpu = has_gpu()
+        states = link_states() if gpu else ""
     except Exception:  # the finding above says why
         pass
     network = [
@@ -128,8 +129,9 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
         *system,
         *_checked("system", "torch", lambda part: part.torch_check(imports, gpu)),
         *_checked("system", "import-time", lambda part: part.import_time_check(imports)),
+        *_checked("system", "bytecode", lambda part: part.bytecode_check(imports)),
         *_checked("system", "gpu", lambda part: part.gpu_check(imports, gpu)),
-        *_checked("system", "links", lambda part: part.link_check(imports, gpu)),
+        *_checked("system", "links", lambda part: part.link_check(imports, gpu, states)),
         *network,
         *_checked("nccl", "nccl", lambda part: part.nccl_check(imports, gpu)),
         *_checked("libraries", "deep_ep", lambda part: part.deep_ep_check(imports, gpu, wanted)),

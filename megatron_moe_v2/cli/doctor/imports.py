@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,11 @@ from .findings import one_line
 
 __all__ = ["Imports", "look", "mapped_nccl", "start"]
 
-_STAGES = ("torch", "nccl", "cuda", "deep_ep", "nccl_after", "backend")
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from {module} import look; look()"
+_STAGES = ("torch", "nccl", "cuda", "deep_ep", "nccl_after", "bytecode", "backend")
+_START = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import look; look(); "
+    "os._exit(0)"  # taking the libraries apart takes a while
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,7 @@ def look() -> None:
         "cuda": _cuda,
         "deep_ep": _deep_ep,
         "nccl_after": lambda: {"loaded": _nccl_versions()},
+        "bytecode": _bytecode,
         "backend": _backend,
     }
     for stage, step in looks.items():
@@ -152,6 +157,25 @@ def _deep_ep() -> dict[str, Any]:
         "topk_idx_t": None if found.topk_idx_t is None else str(found.topk_idx_t),
         "sets": {name: value for name, value in os.environ.items() if before.get(name) != value},
     }
+
+
+def _bytecode() -> dict[str, Any]:
+    """Of the modules imported so far, written in Python: how many, and how many will be compiled again next time."""
+    specs = [spec for module in list(sys.modules.values()) if (spec := getattr(module, "__spec__", None)) is not None]
+    kept = {spec.origin: spec.cached for spec in specs if spec.has_location and isinstance(spec.cached, str)}
+    missing = [origin for origin, cached in kept.items() if not os.path.exists(cached)]
+    return {
+        "modules": len(kept),
+        "missing": len(missing),
+        "writes": not sys.dont_write_bytecode,
+        "folder": _folder_of_most(missing),
+    }
+
+
+def _folder_of_most(files: list[str]) -> str | None:
+    """The entry of the module search path below which most of the files lie."""
+    below = Counter(folder for file in files for folder in sys.path if folder and file.startswith(f"{folder}/"))
+    return below.most_common(1)[0][0] if below else None
 
 
 def _backend() -> dict[str, Any]:

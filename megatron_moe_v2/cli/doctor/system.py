@@ -16,11 +16,13 @@ from .findings import FAIL, OK, SKIP, WARN, Finding, numbers, one_line, output_o
 from .imports import Imports
 
 __all__ = [
+    "bytecode_check",
     "driver_version",
     "gpu_check",
     "has_gpu",
     "import_time_check",
     "link_check",
+    "link_states",
     "loopback_check",
     "network_check",
     "python_check",
@@ -31,6 +33,7 @@ LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 10)
 LEAST_CAPABILITY = (9, 0)
 MOST_IMPORT_SECS = 30
+MOST_MISSING_BYTECODE = 100
 
 GROUP = "system"
 
@@ -88,7 +91,27 @@ def import_time_check(imports: Imports) -> Iterator[Finding]:
         status=WARN if slow else OK,
         found=", then ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items() if spent is not None),
         needed=f"together at most {MOST_IMPORT_SECS} s, which every rank spends at its start",
-        fix="Install on a local disk instead of a network file system." if slow else "",
+        fix="See bytecode; install on a local disk instead of a network file system." if slow else "",
+    )
+
+
+def bytecode_check(imports: Imports) -> Iterator[Finding]:
+    facts = imports.of("bytecode")
+    if "error" in facts:
+        yield Finding(id="bytecode", group=GROUP, status=SKIP, found="nothing was imported")
+        return
+    found, fix = f"{facts['missing']} of {facts['modules']} imported modules have no bytecode", ""
+    if many := facts["missing"] > MOST_MISSING_BYTECODE:
+        why = "their folders cannot be written" if facts["writes"] else "PYTHONDONTWRITEBYTECODE is set"
+        found += f", and {why}: every process compiles them anew"
+        fix = f"Once, as a user who may write there: python -m compileall -q {facts['folder']}"
+    yield Finding(
+        id="bytecode",
+        group=GROUP,
+        status=WARN if many else OK,
+        found=found,
+        needed=f"at most {MOST_MISSING_BYTECODE}",
+        fix=fix,
     )
 
 
@@ -138,14 +161,17 @@ def gpu_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
     )
 
 
-def link_check(imports: Imports, gpu: bool, states: str | None = None) -> Iterator[Finding]:
-    """Args: ``states``: what nvidia-smi says of the first GPU's NVLinks, asked for if it is not given."""
+def link_states() -> str:
+    """What nvidia-smi says of the first GPU's NVLinks; may take a second."""
+    return output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or ""
+
+
+def link_check(imports: Imports, gpu: bool, states: str) -> Iterator[Finding]:
+    """Args: ``states``: :func:`link_states`."""
     count = len(imports.of("cuda").get("devices") or [])
     if not gpu:
         yield Finding(id="nvlink", group=GROUP, status=SKIP, found="no GPU")
         return
-    if states is None:
-        states = output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or ""
     speeds = [float(speed) for speed in re.findall(r"Link \d+:\s*([\d.]+) GB/s", states)]
     if speeds:
         found = f"{len(speeds)} links of {speeds[0]:.0f} GB/s on the first GPU, {sum(speeds):.0f} GB/s together"
