@@ -14,6 +14,9 @@ Forward and backward of router output in, rows grouped by expert, identity exper
     (e) no fused dispatch: every routed copy by NCCL all-to-all, permuted, sorted and un-permuted by Transformer Engine
     (f) as (b) on DeepEP V1, with several ranks; measured after the others
 
+With ``MCORE_DEEPEP_V2_NUM_SMS=tune`` all use the SM counts that tuning found, and (b) is measured again at DeepEP's own
+estimate, which is what whoever does not tune has.
+
 (a), (b), (e) and (f) call megatron-core's own functions and are left out where it, or Transformer Engine, is missing.
 Rounds are interleaved. "GPU ms" is the sum of kernel times from torch.profiler (with several ranks the least of several
 rounds, for waiting counts), "elapsed ms" the median between CUDA events of one step begun with an idle device, "back to
@@ -34,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_overhead import host_profile, overhead
-from gpu_times import Step, back_to_back, elapsed, kernels, medians, say
+from gpu_times import Step, at_estimate, back_to_back, elapsed, kernels, medians, say
 from torch import Tensor
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
@@ -156,6 +159,9 @@ def main() -> None:
             "(e) all-to-all + TE": scene.plain,
         }.items():
             add(steps, name, make)
+        fused = steps.get("(b) token + megatron-core and TE")
+        if entry.tuned and fused is not None:
+            steps["(b) at DeepEP's SM estimate"] = at_estimate(entry, fused)
         say(f"T {tokens} x H {hidden} a rank, K {NUM_TOPK}, E {NUM_EXPERTS}, forward and backward:\n")
         say("| | elapsed ms | back to back ms | GPU ms | kernels | copy floor ms | peak MiB |\n" + "|---" * 7 + "|")
         table(dict(sorted(steps.items())), scene, bandwidth)

@@ -8,6 +8,9 @@ Everything of Megatron's is fused (``moe_permute_fusion``, its experimental Trit
 experts are Transformer Engine's grouped MLP, the router's result is given. One process holds the three dispatchers and
 runs them in turn, forward and backward. Megatron's flex dispatcher refuses a single rank; that check alone is left out.
 
+With ``MCORE_DEEPEP_V2_NUM_SMS=tune`` both layouts use the SM counts that tuning found, and the token layout is measured
+again at DeepEP's own estimate, which is what whoever does not tune has.
+
 "travel" is the time without experts: rows go back as they came. GPU ms is the sum of kernel times from torch.profiler
 (with several ranks the least of several rounds, for waiting counts), wall ms the median between CUDA events, peak what
 one step with experts allocates beyond what lives between steps.
@@ -32,13 +35,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_times import kernels_of, milliseconds
+from gpu_times import at_estimate, kernels_of, milliseconds
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)
 PATHS = ("alltoall", "flex/token", "flex/expert")
+ESTIMATE = "flex/token at DeepEP's SM estimate"
 WARM_UP, ROUNDS, PROFILED = 3, 20, 7
 
 Step = Callable[[], object]
@@ -261,35 +265,41 @@ class Clock:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(scene: Scene, clock: Clock, rounds: int, names: bool) -> list[str]:
-    """Markdown of one shape. Collective over the world."""
+def measure(scene: Scene, entry: Any, clock: Clock, rounds: int, names: bool) -> list[str]:
+    """Markdown of one shape, whose buffer is ``entry``. Collective over the world."""
     steps = {(path, experts): scene.step(path, experts=experts) for path in PATHS for experts in (False, True)}
+    if entry.tuned:
+        steps |= {(ESTIMATE, experts): at_estimate(entry, steps["flex/token", experts]) for experts in (False, True)}
+    paths = list(dict.fromkeys(path for path, _ in steps))
     alone = scene.experts_alone()
     for step, _ in itertools.product((*steps.values(), alone), range(WARM_UP)):
         step()
     walls: dict[Any, list[float]] = {key: [] for key in steps}
     for _, (key, step) in itertools.product(range(rounds), steps.items()):
         walls[key].append(clock.wall(step))
-    gpu = {path: clock.kernels(steps[path, False]) for path in PATHS}
-    whole = {path: clock.kernels(steps[path, True]).total() for path in PATHS}
+    gpu = {path: clock.kernels(steps[path, False]) for path in paths}
+    whole = {path: clock.kernels(steps[path, True]).total() for path in paths}
     of_experts = clock.kernels(alone)
     rest = sum(spent for name, spent in of_experts.items() if not GEMM.search(name))
-    peaks = {path: clock.peak(steps[path, True]) for path in PATHS}
+    peaks = {path: clock.peak(steps[path, True]) for path in paths}
     sent = scene.shape.sent_bytes(8)
-    travel = {path: gpu[path].total() for path in PATHS}
+    sent[ESTIMATE] = sent["flex/token"]
+    travel = {path: gpu[path].total() for path in paths}
     columns: dict[str, dict[str, float]] = {
         "travel, GPU ms": travel,
-        "+ experts that are no GEMM": {path: travel[path] + rest for path in PATHS},
-        "whole - experts alone": {path: whole[path] - of_experts.total() for path in PATHS},
-        "travel, wall ms": {path: statistics.median(walls[path, False]) for path in PATHS},
-        "whole, wall ms": {path: statistics.median(walls[path, True]) for path in PATHS},
+        "+ experts that are no GEMM": {path: travel[path] + rest for path in paths},
+        "whole - experts alone": {path: whole[path] - of_experts.total() for path in paths},
+        "travel, wall ms": {path: statistics.median(walls[path, False]) for path in paths},
+        "whole, wall ms": {path: statistics.median(walls[path, True]) for path in paths},
         "peak MiB": peaks,
-        "sent at EP 8, MB": {path: sent[path] / 1e6 for path in PATHS},
+        "sent at EP 8, MB": {path: sent[path] / 1e6 for path in paths},
     }
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    for path in PATHS:
+    for path in paths:
         lines.append(f"| {path} | {' | '.join(_number(values[path]) for values in columns.values())} |")
-    for other in ("flex/token", "alltoall"):
+    for other in paths:
+        if other == "flex/expert":
+            continue
         shares = [
             _number(values["flex/expert"] / values[other] if values[other] else 0.0) for values in columns.values()
         ]
@@ -367,7 +377,7 @@ def main() -> None:
             warmup=True,
         )
         scene.check()
-        lines = measure(scene, clock, args.rounds, args.kernels)
+        lines = measure(scene, entry, clock, args.rounds, args.kernels)
         if first:
             kind = type(scene.experts).__name__
             print(

@@ -25,7 +25,8 @@ __all__ = ["host_profile", "overhead"]
 def overhead(scene: Any, entry: Any, rounds: int) -> None:
     """Print both tables of a ``gpu_layouts.Scene``, whose buffer is ``entry``."""
     num_sms = entry.num_sms_for(scene.num_experts, scene.idx.shape[1], True)
-    theirs = Direct(entry.buffer.raw, scene.idx, scene.num_experts, num_sms=num_sms, ceiling=scene.tokens)
+    of_both = entry.tuned.get(True, (num_sms, num_sms))
+    theirs = Direct(entry.buffer.raw, scene.idx, scene.num_experts, num_sms=of_both, ceiling=scene.tokens)
     steps: dict[str, Step] = {
         "ours": scene.flex("expert"),
         "bare autograd functions": lambda: scene.backward(*theirs.through_autograd(scene.x, scene.weights)),
@@ -46,16 +47,17 @@ class Direct:
     """The four calls of a step of the expert layout made on DeepEP's own buffer.
 
     Args:
+        num_sms: SM counts of dispatch and combine.
         ceiling: most tokens of a rank, as the buffer was built for.
     """
 
-    def __init__(self, raw: Any, idx: Tensor, num_experts: int, *, num_sms: int, ceiling: int) -> None:
+    def __init__(self, raw: Any, idx: Tensor, num_experts: int, *, num_sms: tuple[int, int], ceiling: int) -> None:
         self.raw, self.idx, self.num_sms = raw, idx, num_sms
         self.sizes = {
             "num_experts": num_experts,
             "num_max_tokens_per_rank": ceiling,
             "expert_alignment": 1,
-            "num_sms": num_sms,
+            "num_sms": num_sms[0],
             "do_expand": True,
         }
 
@@ -66,7 +68,7 @@ class Direct:
         return self.raw.dispatch(x, handle=handle, **self.sizes)[0]  # type: ignore[no-any-return]
 
     def combine(self, x: Tensor, handle: Any, weights: Tensor | None = None) -> Any:
-        return self.raw.combine(x, handle, topk_weights=weights, num_sms=self.num_sms)
+        return self.raw.combine(x, handle, topk_weights=weights, num_sms=self.num_sms[1])
 
     def step(self, x: Tensor, weights: Tensor, upstream: Tensor) -> None:
         recv_x, _, recv_weights, handle, _ = self.dispatch(x, weights)

@@ -6,14 +6,28 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Step", "back_to_back", "elapsed", "kernels", "kernels_of", "medians", "milliseconds", "say"]
+__all__ = ["Step", "at_estimate", "back_to_back", "elapsed", "kernels", "kernels_of", "medians", "milliseconds", "say"]
 
 Step = Callable[[], object]
+
+
+def at_estimate(entry: Any, step: Step) -> Step:
+    """``step`` with the token layout at DeepEP's own SM estimate, whatever tuning found for the buffer ``entry``."""
+
+    def run() -> None:
+        found = entry.tuned.pop(False)
+        try:
+            step()
+        finally:
+            entry.tuned[False] = found
+
+    return run
 
 
 def milliseconds(run: Step, device: str = "cuda") -> float:
