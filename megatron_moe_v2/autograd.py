@@ -11,26 +11,25 @@ Legend: T own tokens, H hidden, K top-k, n received tokens, A rows of the expert
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .buffers.contract import rebuild_handle
+from .buffers.contract import flatten_handle, rebuild_handle
 from .communication import (
     Call,
     DispatchHandle,
-    Like,
     Received,
     complete,
     first_order,
     launch_cached_dispatch,
     launch_combine,
     launch_dispatch,
-    like,
     opened,
-    or_zeros,
 )
 from .fp8 import QuantizedRows
 from .recompute import RoutingLayout
@@ -73,53 +72,71 @@ def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None
         ctx.mark_non_differentiable(received.tokens_per_expert)
     else:
         ctx.mark_non_differentiable(received.topk_idx, received.tokens_per_expert)
-    tensors, ctx.skeleton = received.handle.flat
+    handle = received.handle
+    tensors, ctx.skeleton = handle.flat = flatten_handle(handle.ep_handle)
     ctx.save_for_backward(*tensors)
-    ctx.call, ctx.weights_travel = received.handle.call, weights_travel
-    ctx.received = like(received.differentiable), like(received.topk_weights)
+    ctx.call, ctx.weights_travel = handle.call, weights_travel
 
 
-def _gradient(call: Call, grad: Tensor | None, wanted: Like) -> Tensor:
-    """The gradient, or zeros; where there is no memory for it, the other ranks hear of it."""
+def _gradient(ctx: Any, output: int, grad: Tensor | None) -> Tensor:
+    """An output's gradient, contiguous, or zeros; where there is no memory for it, the other ranks hear of it."""
     try:
-        return or_zeros(grad, wanted)
+        if grad is not None:
+            return grad.contiguous()
+        wanted = ctx._input_metadata[output]
+        return torch.zeros(wanted.shape, dtype=wanted.dtype, device=wanted.device)
     except Exception as error:  # whatever it is, they are waiting
+        call: Call = ctx.call
         call.entry.fail("backward", error)
+
+
+def _kept_handle(ctx: Any) -> Any:
+    """The backend's handle, as the forward kept it.
+
+    Raises:
+        BufferClosedError: its buffer was closed, or the group destroyed.
+    """
+    ctx.call.entry.require_usable()
+    return rebuild_handle(ctx.skeleton, ctx.saved_tensors)
 
 
 def launch_backward_of_dispatch(
     ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Any]:
     """Combine of both gradients, and its event. Collective over the group."""
-    like_x, like_weights = ctx.received
     return launch_combine(
         ctx.call,
-        _gradient(ctx.call, grad_x, like_x),
-        rebuild_handle(ctx.skeleton, ctx.saved_tensors),
-        _gradient(ctx.call, grad_weights, like_weights) if ctx.weights_travel else None,
+        _gradient(ctx, 0, grad_x),
+        _kept_handle(ctx),
+        _gradient(ctx, 2, grad_weights) if ctx.weights_travel else None,
         "dispatch backward",
     )
 
 
-def keep_combine(ctx: Any, call: Call, handle: DispatchHandle, combined: Tensor) -> None:
+def keep_combine(ctx: Any, call: Call, handle: DispatchHandle) -> None:
     """What the backward of a combine needs, as :func:`keep_dispatch`."""
     ctx.set_materialize_grads(False)
+    assert handle.flat is not None
     tensors, ctx.skeleton = handle.flat
     ctx.save_for_backward(*tensors)
-    ctx.call, ctx.combined = call, like(combined)
+    ctx.call = call
 
 
 def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor | QuantizedRows, Any]:
     """Cached dispatch of the gradient, padding rows zero, and its event. Collective over the group."""
-    handle = rebuild_handle(ctx.skeleton, ctx.saved_tensors)
-    return launch_cached_dispatch(ctx.call, _gradient(ctx.call, grad, ctx.combined), handle)
+    return launch_cached_dispatch(ctx.call, _gradient(ctx, 0, grad), _kept_handle(ctx))
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, without what that does for ``torch.func`` where it is not at work."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # which says that it does not serve them
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return _plain_apply(function)(*args)
+
+
+@functools.cache
+def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 class FusedDispatch(torch.autograd.Function):
@@ -172,7 +189,7 @@ class FusedCombine(torch.autograd.Function):
         """
         combined, _, event = launch_combine(call, x, handle.ep_handle)
         finish(event)
-        keep_combine(ctx, call, handle, combined)
+        keep_combine(ctx, call, handle)
         return combined
 
     @staticmethod

@@ -21,27 +21,31 @@ from .recompute import RoutingLayout
 from .settings import agreement_timeout, name_of
 from .telemetry import ExpertLoadStats
 
-__all__ = ["Layout", "check_each", "check_handle", "compare", "key_of", "refuse_check_in_capture", "resolve"]
+__all__ = ["Layout", "check_each", "check_handle", "compare", "recall", "refuse_check_in_capture", "resolve"]
 
 Layout = Literal["token", "expert"]
 
 
-def key_of(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that :func:`resolve` checks but what each call brings anew; None where something is wrong with that.
+def recall(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, Call | None]:
+    """The key under which ``pool.calls`` holds a call that succeeded, and that call, if there was one.
 
-    ``pool.calls`` holds by it the calls that succeeded.
+    The key is all that :func:`resolve` checks but what each call brings anew; None where something is wrong with that.
     """
     try:
         num_tokens, hidden = x.shape
-        shape, device = idx.shape, x.device
-        if shape[0] != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
-            return None
-        kinds = x.dtype, idx.dtype, weights.dtype, *map(type, options)  # 8 equals 8.0, and 1 True
-        key = (group, hidden, device, shape[1], len(shape), kinds, options)
-        hash(key)
+        rows, num_topk = shape = idx.shape
+        device = x.device
+        if rows != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
+            return None, None
+        kinds = map(type, options)  # 8 equals 8.0, and 1 True
+        key = (group, hidden, num_topk, device, x.dtype, idx.dtype, weights.dtype, options, *kinds)
+        call = pool.calls.get(key)
     except Exception:  # whatever it is, the checks find it, and tell the other ranks
-        return None
-    return key
+        return None, None
+    if call is None or not call.entry.usable:
+        return key, None
+    pool.used(call.entry)
+    return key, call
 
 
 def resolve(

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import struct
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .agreement import post_failure, posted_failure
-from .buffers.contract import HandleSkeleton, flatten_handle
+from .buffers.contract import HandleSkeleton
 from .buffers.layout import align_counts
 from .errors import CaptureError, CommunicationError, InputError
 from .fp8 import QuantizedRows, ScaleFormat, dequantize
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Call",
     "DispatchHandle",
-    "Like",
     "Received",
     "complete",
     "eager",
@@ -42,9 +42,7 @@ __all__ = [
     "launch_cached_dispatch",
     "launch_combine",
     "launch_dispatch",
-    "like",
     "opened",
-    "or_zeros",
 ]
 
 
@@ -118,7 +116,7 @@ class Call:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class DispatchHandle:
     """What a dispatch leaves for its combine. Self-contained: it outlives later dispatches.
 
@@ -126,11 +124,13 @@ class DispatchHandle:
         call: how the dispatch was made.
         ep_handle: the backend's own ``EPHandle``.
         num_rows: rows that the combine takes: n, or A in the expert layout.
+        flat: ``ep_handle`` taken apart, for ``save_for_backward``; from the wait on, which may complete it.
     """
 
     call: Call
     ep_handle: Any
     num_rows: int
+    flat: tuple[tuple[Tensor | None, ...], HandleSkeleton] | None = None
 
     @functools.cached_property
     def padded_tokens_per_expert(self) -> Tensor:
@@ -142,11 +142,6 @@ class DispatchHandle:
             return _on_cpu(self.ep_handle.num_recv_tokens_per_expert_list)
         return align_counts(self.ep_handle.num_unaligned_recv_tokens_per_expert, self.call.expert_alignment)
 
-    @functools.cached_property
-    def flat(self) -> tuple[tuple[Tensor | None, ...], HandleSkeleton]:
-        """``ep_handle`` taken apart, for ``save_for_backward``; only after the wait, which may complete it."""
-        return flatten_handle(self.ep_handle)
-
 
 class Received(NamedTuple):
     """What a dispatch delivers; as ``fused_dispatch`` returns it."""
@@ -156,12 +151,6 @@ class Received(NamedTuple):
     topk_weights: Tensor
     tokens_per_expert: Tensor
     handle: DispatchHandle
-
-    @property
-    def differentiable(self) -> Tensor:
-        """What autograd takes for the rows."""
-        rows = self.x if isinstance(self.x, Tensor) else self.x.anchor
-        return cast(Tensor, rows)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -254,9 +243,10 @@ def launch_dispatch(
 
     def prepare() -> Arguments:
         weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        more = {**call.arguments, "topk_weights": _contiguous(topk_weights, weights_dtype)}
+        weights = topk_weights if topk_weights.dtype is weights_dtype else topk_weights.to(weights_dtype)
+        more = {**call.arguments, "topk_weights": weights.contiguous()}
         if known is None:
-            more["topk_idx"] = _contiguous(topk_idx, torch.int64)
+            more["topk_idx"] = (topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long()).contiguous()
             more["num_sms"] = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
             if call.static_shapes:
                 more["do_cpu_sync"] = False
@@ -285,11 +275,6 @@ def launch_dispatch(
     if layout_cache is not None and known is None:
         layout_cache.fill(handle, captured=x.is_cuda and torch.cuda.is_current_stream_capturing())
     return Received(recv_x, recv_idx, recv_weights, counts, handle), event
-
-
-def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` itself where it is contiguous and of ``dtype``: asking is quicker than converting to the same."""
-    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
 
 
 def _refuse_layout_of_elsewhere(layout_cache: RoutingLayout, x: Tensor) -> None:
@@ -321,8 +306,8 @@ def complete(received: Received) -> Received:
 
 
 def _on_cpu(counts: list[int]) -> Tensor:
-    """int64 ``[L]``; through bytes, several times faster than ``torch.tensor``."""
-    return torch.frombuffer(bytearray(struct.pack(f"{len(counts)}q", *counts)), dtype=torch.int64)
+    """int64 ``[L]``; through an array, several times faster than ``torch.tensor``."""
+    return torch.frombuffer(array("q", counts), dtype=torch.int64)
 
 
 def launch_combine(
@@ -382,7 +367,7 @@ def eager(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
@@ -407,17 +392,3 @@ def first_order(backward: _F) -> _F:
         return backward(ctx, *grads)
 
     return cast(_F, guarded)
-
-
-Like = tuple[torch.Size, torch.dtype, torch.device]
-
-
-def like(tensor: Tensor) -> Like:
-    """What zeros in a tensor's place need, without the tensor."""
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def or_zeros(grad: Tensor | None, wanted: Like) -> Tensor:
-    """The gradient as a contiguous tensor, zeros where there is none."""
-    shape, dtype, device = wanted
-    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else _contiguous(grad, dtype)

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from .autograd import FusedCombine, FusedDispatch, apply, as_delivered
-from .call_checks import Layout, check_each, check_handle, compare, key_of, refuse_check_in_capture, resolve
+from .call_checks import Layout, check_each, check_handle, compare, recall, refuse_check_in_capture, resolve
 from .communication import DispatchHandle, eager
 from .errors import BufferClosedError, InputError
 from .fp8 import ScaleFormat
@@ -187,8 +187,7 @@ def fused_dispatch(
         dequantize,
         fp8_backward,
     )
-    key = key_of(group, x, token_indices, token_probs, options)
-    known = pool.recall(key)
+    key, known = recall(group, x, token_indices, token_probs, options)
     call = made = known or resolve(group, x, token_indices, token_probs, *options)
     if layout_cache is not None or load_stats is not None or fp8 is not None or call.entry.check:
         call = check_each(call, x, token_indices, token_probs, layout_cache, load_stats)

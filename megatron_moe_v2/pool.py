@@ -101,20 +101,14 @@ class BufferPool:
             if entry is None:
                 entry = self._build(group, wish, num_sms, pins_ceiling)
             self._found[group, wish] = entry
-        if time.monotonic() >= self._look_again:
-            self._warn_of_changes()
-        self._last[group] = entry
+        self.used(entry)
         return entry
 
-    def recall(self, key: Any) -> Any:
-        """What ``calls`` holds under ``key``, None if that is nothing or its buffer is gone."""
-        call = self.calls.get(key)
-        if call is None or not call.entry.usable:
-            return None
+    def used(self, entry: PooledBuffer) -> None:
+        """A dispatch on ``entry`` is about to be made."""
         if time.monotonic() >= self._look_again:
             self._warn_of_changes()
-        self._last[call.entry.group] = call.entry
-        return call
+        self._last[entry.group] = entry
 
     def fail(self, group: dist.ProcessGroup, operation: str, error: Exception) -> NoReturn:
         """Collective over the group: raise ``error`` before it is known which buffer the call is for.

@@ -98,16 +98,19 @@ class PooledBuffer:
 
     @property
     def buffer(self) -> ElasticBufferLike:
-        """The live buffer.
+        """The live buffer; whether its group lives too, ``usable`` says.
 
         Raises:
-            BufferClosedError: it was closed, or its group is gone.
+            BufferClosedError: it was closed.
         """
         if self._built is None:
             raise BufferClosedError("the buffer was closed", fix="Call prepare_buffer() or dispatch again.")
-        if not is_registered(self.group, self._rank):
-            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
         return self._built.buffer
+
+    def require_usable(self) -> None:
+        """Raise :class:`BufferClosedError` unless the buffer is usable."""
+        if not self.usable and self.buffer is not None:  # which raises where it was closed
+            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
 
     def fail(self, operation: str, error: Exception) -> NoReturn:
         """Collective over the group: raise ``error`` here and on the ranks that are in a call of this buffer."""

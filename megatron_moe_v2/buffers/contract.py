@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -113,33 +114,51 @@ class EPHandle:
     sent_counts: list[int] = field(default_factory=list, kw_only=True)
 
 
-class HandleSkeleton(NamedTuple):
-    """A handle without its tensors: its class, the names of the tensors, and everything else by name."""
+class HandleFields(NamedTuple):
+    """Which fields a class of handles has.
+
+    Attributes:
+        kind: the class.
+        tensors, plain: names of those that hold a tensor or None, and of the others.
+        tensors_of, plain_of: their values, from ``vars`` of a handle.
+    """
 
     kind: type
-    names: tuple[str, ...]
-    plain: dict[str, Any]
+    tensors: tuple[str, ...]
+    plain: tuple[str, ...]
+    tensors_of: Callable[[dict[str, Any]], tuple[Tensor | None, ...]]
+    plain_of: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+HandleSkeleton = tuple[HandleFields, tuple[Any, ...]]
+"""A handle without its tensors: which fields it has, and the plain ones' values."""
 
 
 def flatten_handle(handle: Any) -> tuple[tuple[Tensor | None, ...], HandleSkeleton]:
     """Take a handle of any backend apart into its tensors, None for those that are not there, and a skeleton."""
-    plain = vars(handle).copy()
-    kind = type(handle), len(plain)
-    names = _tensor_fields.get(kind)
-    if names is None:
-        names = tuple([name for name, value in plain.items() if value is None or isinstance(value, Tensor)])
-        _tensor_fields[kind] = names
-    return tuple(map(plain.pop, names)), HandleSkeleton(kind[0], names, plain)
+    values = vars(handle)
+    fields = _fields.get((type(handle), len(values))) or _look_at(handle)
+    return fields.tensors_of(values), (fields, fields.plain_of(values))
 
 
-_tensor_fields: dict[tuple[type, int], tuple[str, ...]] = {}
-"""By class and number of fields: those that hold a tensor or None. Which they are, a class does not change."""
+_fields: dict[tuple[type, int], HandleFields] = {}
+"""By class and number of fields. Which of them hold tensors, a class does not change."""
+
+
+def _look_at(handle: Any) -> HandleFields:
+    values = vars(handle)
+    tensors = tuple(name for name, value in values.items() if value is None or isinstance(value, Tensor))
+    plain = tuple(name for name in values if name not in tensors)
+    fields = HandleFields(type(handle), tensors, plain, itemgetter(*tensors), itemgetter(*plain))
+    _fields[type(handle), len(values)] = fields
+    return fields
 
 
 def rebuild_handle(skeleton: HandleSkeleton, tensors: tuple[Tensor | None, ...]) -> Any:
     """Inverse of :func:`flatten_handle`, without running the handle class's constructor."""
-    handle: Any = object.__new__(skeleton.kind)
-    vars(handle).update(skeleton.plain, **dict(zip(skeleton.names, tensors, strict=True)))
+    fields, plain = skeleton
+    handle: Any = object.__new__(fields.kind)
+    vars(handle).update(zip((*fields.plain, *fields.tensors), (*plain, *tensors), strict=True))
     return handle
 
 
