@@ -171,12 +171,16 @@ class EmbeddedElasticBuffer:
         self._open("barrier").headers("barrier", [0] * self.num_ranks)
 
     def destroy(self) -> None:
-        """Free everything; a second call does nothing. Every later dispatch or combine raises."""
+        """Free everything; a second call does nothing, and every other raises. Collective over the group.
+
+        Raises:
+            RankMismatchError: another rank is in a call, and raises too; this one's buffer is freed all the same.
+        """
         if not self.explicitly_destroy:
             raise InputError("destroy()", expected="a buffer built with explicitly_destroy=True")
-        if self.runtime is not None:
-            self.runtime.close()
-        self.runtime = None
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close()
 
     def report_failure(self, operation: str, failure: Exception) -> NoReturn:
         """Collective over the group: tell the peers, who are in a call, that this rank's call failed; then raise it."""

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import time
 import weakref
 import zlib
@@ -26,6 +27,8 @@ from ..settings import agreement_timeout
 from .layout import empty_rows, lanes
 
 __all__ = ["Exchange", "Field", "RowFormat"]
+
+logger = logging.getLogger(__name__)
 
 _MAGIC = 0x4D6F4532
 _TEXT_BYTES = 2048
@@ -97,13 +100,16 @@ class Exchange:
         if self.num_ranks > 1:
             _at_exit()
 
-    def headers(self, call: str, rows: list[int], failure: Exception | None = None) -> list[int]:
+    def headers(
+        self, call: str, rows: list[int], failure: Exception | None = None, timeout: float | None = None
+    ) -> list[int]:
         """Tell each peer how many rows follow, and learn how many come from each.
 
         Args:
             call: what this rank is about to do, in words; must be the same on all ranks.
             rows: rows for each peer, R of them; ignored with ``failure``.
             failure: the error of the local checks; raised here after the peers have been told.
+            timeout: seconds to wait for peers that need not come: an agreement's, where there is a ``failure``.
 
         Raises:
             MoEError: ``failure``, or another rank's error under its own type.
@@ -119,11 +125,11 @@ class Exchange:
         same = [_MAGIC if failure is None else -_MAGIC, sequence, zlib.crc32(call.encode())]
         sent = torch.tensor([[*same, count] for count in (rows if failure is None else [0] * self.num_ranks)])
         try:
-            got = self._all_to_all(sent, call, None if failure is None else agreement_timeout()).tolist()
+            got = self._all_to_all(sent, call, timeout if failure is None else agreement_timeout()).tolist()
         except CommunicationError:
             if failure is None:
                 raise
-            self._leave(call, failure)
+            self._leave(self._texts(call, failure))
             raise failure from None  # nobody waited for this rank
         if failure is not None or any(header[:3] != same for header in got):
             self._raise_together(call, failure)
@@ -155,9 +161,9 @@ class Exchange:
         line = torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
         return line.repeat(self.num_ranks, 1)
 
-    def _leave(self, call: str, failure: Exception) -> None:
+    def _leave(self, texts: Tensor) -> None:
         """Take part in the exchange of texts without waiting: who comes late then hears why, and stays in step."""
-        sent = self._texts(call, failure).to(self._host)
+        sent = texts.to(self._host)
         got = torch.empty_like(sent)
         with contextlib.suppress(RuntimeError):  # the peers are gone, not late
             work = dist.all_to_all_single(got, sent, group=self.group, async_op=True)
@@ -216,5 +222,23 @@ class Exchange:
         return kept[: rows * row_bytes].view(rows, row_bytes)
 
     def close(self) -> None:
-        """Drop the scratch memory."""
+        """Drop the scratch memory, and meet the peers: where one is in a call instead, both raise.
+
+        Who does not come in an agreement's time hears of the close when it comes. On NCCL alone nobody is met: what is
+        launched there cannot be given up.
+
+        Raises:
+            RankMismatchError: a peer is in a call.
+        """
         self._staging.clear()
+        if self.num_ranks == 1 or self._host.type != "cpu":
+            return
+        texts = self._texts("close", None)
+        try:
+            self.headers("close", [0] * self.num_ranks, timeout=agreement_timeout())
+        except CommunicationError as error:
+            logger.info("closed without the other ranks: %s", error)
+            self._leave(texts)
+            return
+        with contextlib.suppress(CommunicationError):
+            self._all_to_all(texts, "close", agreement_timeout())  # whoever left did so too
