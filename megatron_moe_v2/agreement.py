@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .errors import CommunicationError, MissingRankError, MoEError, RankMismatchError, from_wire, rank_table, to_wire
 
-__all__ = ["agree", "is_registered", "post_failure", "posted_failure"]
+__all__ = ["agree", "agreed_name", "is_registered", "post_failure", "posted_failure"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,11 @@ def agree(
     if verdict["kind"] == "error":
         raise from_wire(verdict["text"], verdict["rank"])
     raise _KINDS[verdict["kind"]](verdict["text"])
+
+
+def agreed_name(group: dist.ProcessGroup) -> str:
+    """A name for what was made since the group's last agreement: the same on all ranks, never used before."""
+    return f"megatron_moe_v2/{group.group_name}/{_events.get(group.group_name, 0)}"
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

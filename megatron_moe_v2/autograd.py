@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+_ROWS, _WEIGHTS = 0, 2
+"""Places of what has a gradient among a function's outputs."""
+
+
 def outputs(received: Received) -> tuple[Any, ...]:
     """What a dispatch's function returns to autograd: FP8 rows have no gradient, so their anchor stands first, and
     they themselves last, a plain object."""
@@ -83,7 +87,7 @@ def _gradient(ctx: Any, output: int, grad: Tensor | None) -> Tensor:
     try:
         if grad is not None:
             return grad.contiguous()
-        wanted = ctx._input_metadata[output]
+        wanted = ctx._input_metadata[output]  # torch.autograd.graph.Node's: what came out of the forward
         return torch.zeros(wanted.shape, dtype=wanted.dtype, device=wanted.device)
     except Exception as error:  # whatever it is, they are waiting
         call: Call = ctx.call
@@ -104,13 +108,10 @@ def launch_backward_of_dispatch(
     ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Any]:
     """Combine of both gradients, and its event. Collective over the group."""
-    return launch_combine(
-        ctx.call,
-        _gradient(ctx, 0, grad_x),
-        _kept_handle(ctx),
-        _gradient(ctx, 2, grad_weights) if ctx.weights_travel else None,
-        "dispatch backward",
-    )
+    handle = _kept_handle(ctx)
+    rows = _gradient(ctx, _ROWS, grad_x)
+    weights = _gradient(ctx, _WEIGHTS, grad_weights) if ctx.weights_travel else None
+    return launch_combine(ctx.call, rows, handle, weights, "dispatch backward")
 
 
 def keep_combine(ctx: Any, call: Call, handle: DispatchHandle) -> None:
@@ -124,7 +125,8 @@ def keep_combine(ctx: Any, call: Call, handle: DispatchHandle) -> None:
 
 def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor | QuantizedRows, Any]:
     """Cached dispatch of the gradient, padding rows zero, and its event. Collective over the group."""
-    return launch_cached_dispatch(ctx.call, _gradient(ctx, 0, grad), _kept_handle(ctx))
+    handle = _kept_handle(ctx)
+    return launch_cached_dispatch(ctx.call, _gradient(ctx, _ROWS, grad), handle)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

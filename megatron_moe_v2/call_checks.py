@@ -67,7 +67,7 @@ def resolve(
     """Check the arguments of a dispatch and find its buffer. Collective over the group where there is none yet."""
     try:
         for name, number in (("num_experts", num_experts), ("expert_alignment", expert_alignment)):
-            if not isinstance(number, int):
+            if type(number) is not int:
                 raise InputError(name, got=repr(number), expected="an integer")
         _check_tensors(x, idx, weights, layout, expert_alignment)
         if fp8 is not None or dequantize is not True or fp8_backward is not False:

@@ -279,6 +279,6 @@ def set_deepep_num_sms(num_sms: int) -> None:
     Raises:
         InputError: negative or not an integer.
     """
-    if not isinstance(num_sms, int) or num_sms < 0:
+    if type(num_sms) is not int or num_sms < 0:
         raise InputError("num_sms", got=repr(num_sms), expected="an integer from 0")
     pool.wished_num_sms = 0 if num_sms == MEGATRON_DEFAULT_NUM_SMS else num_sms

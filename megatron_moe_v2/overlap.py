@@ -120,7 +120,7 @@ class _DispatchWait(torch.autograd.Function):
         received, weights_travel = flight.unload()
         received = complete(received)
         keep_dispatch(ctx, received, weights_travel=weights_travel)
-        ctx.flight, ctx.ticket = flight, ticket.detach()
+        ctx.flight = flight
         return outputs(received)
 
     @staticmethod
@@ -130,7 +130,7 @@ class _DispatchWait(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *grads, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         ctx.flight.load(grads, event)
-        return ctx.ticket, None  # ticket, flight
+        return None, None  # ticket, flight
 
 
 class _CombineLaunch(torch.autograd.Function):
@@ -152,7 +152,7 @@ class _CombineWait(torch.autograd.Function):
     def forward(ctx: Any, ticket: Tensor, flight: _Flight) -> Tensor:
         combined, handle, call = flight.unload()
         keep_combine(ctx, call, handle)
-        ctx.flight, ctx.ticket = flight, ticket.detach()
+        ctx.flight = flight
         return combined  # type: ignore[no-any-return]
 
     @staticmethod
@@ -160,7 +160,7 @@ class _CombineWait(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_x, event = launch_backward_of_combine(ctx, grad)
         ctx.flight.load(grad_x, event)
-        return ctx.ticket, None  # ticket, flight
+        return None, None  # ticket, flight
 
 
 def launch_pending_dispatch(

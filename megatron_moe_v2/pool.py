@@ -133,8 +133,14 @@ class BufferPool:
         """Close the group's buffers, or all. Collective over each living group unless ``abort``."""
         if not abort:
             self._release_graphs(group, forced=release_graphs)
+        failure: Exception | None = None
         for key in [key for key in self._entries if group is None or key[0] is group]:
-            self._drop(key, abort=abort)
+            try:
+                self._drop(key, abort=abort)
+            except Exception as error:  # the other buffers are freed all the same
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _release_graphs(self, group: dist.ProcessGroup | None, *, forced: bool) -> None:
         """All ranks let go of their graphs, or all raise: which graphs still live depends on each rank's collector."""
@@ -308,7 +314,7 @@ def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceilin
     if ceiling == "decode":
         ceiling = settings.decode_max_tokens_per_rank
     for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             also = ' or "decode"' if name == "num_max_tokens_per_rank" else ""
             raise InputError(name, got=repr(value), expected=f"an integer from 1{also}")
     return BufferSpec(
@@ -370,7 +376,7 @@ def close_buffers(group: Group = None, *, abort: bool = False, release_graphs: b
 
     Raises:
         CapturedBufferError: a buffer was used under a CUDA graph capture; nothing was closed.
-        RankMismatchError: another rank is in a call instead, and raises too (embedded buffer, not on NCCL alone).
-        MissingRankError: a rank did not come in time; nothing was closed (DeepEP V2).
+        RankMismatchError, MissingRankError: another rank does something else, or did not come in time; nothing was
+            closed (DeepEP V2).
     """
     pool.close(None if group is None else resolve_group(group), abort=abort, release_graphs=release_graphs)

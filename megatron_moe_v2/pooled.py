@@ -109,8 +109,9 @@ class PooledBuffer:
 
     def require_usable(self) -> None:
         """Raise :class:`BufferClosedError` unless the buffer is usable."""
-        if not self.usable and self.buffer is not None:  # which raises where it was closed
-            raise BufferClosedError("the process group was destroyed", fix="Pass a living group.")
+        if not self.usable:
+            what = "buffer was closed" if self.closed else "process group was destroyed"
+            raise BufferClosedError(f"the {what}", fix="Dispatch again, over a living group.")
 
     def fail(self, operation: str, error: Exception) -> NoReturn:
         """Collective over the group: raise ``error`` here and on the ranks that are in a call of this buffer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -98,6 +99,16 @@ def test_missing_bytecode(tmp_path: Path) -> None:
     assert "PYTHONDONTWRITEBYTECODE" in found["bytecode"]["found"]
     folder = found["bytecode"]["fix"].rpartition(" ")[2]
     assert (Path(folder) / "torch").is_dir()
+
+
+def test_a_helper_that_a_library_starts_is_not_waited_for(tmp_path: Path) -> None:
+    text = "import subprocess\nhelper = subprocess.Popen(['sleep', '90'])\nraise ImportError(f'helper {helper.pid}')"
+    _, report, found = doctor(path=(module(tmp_path, "deep_ep", text),))
+    assert report["seconds"] < 30
+    pid = re.search(r"helper (\d+)", found["deep_ep-import"]["found"])
+    assert pid is not None
+    with contextlib.suppress(FileNotFoundError):  # it ended with the child, if nobody has collected it yet
+        assert Path(f"/proc/{pid[1]}/stat").read_text().split()[2] == "Z"
 
 
 def test_an_environment_without_torch(tmp_path: Path) -> None:

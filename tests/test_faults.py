@@ -369,47 +369,6 @@ def test_a_late_rank_hears_of_a_failure_and_stays_in_step(ranks2: RankPool) -> N
     assert at_once < 1 < waited < 2.5
 
 
-def close_instead(rank: int, world: int) -> Seen:
-    """Rank 1 closes its buffers where rank 0 dispatches; both go on with new ones."""
-    with buffers():
-        good_step()
-        seen = attempt(close_buffers if rank == 1 else good_step)
-        close_buffers(abort=True)
-        good_step()
-    return seen
-
-
-def test_a_close_is_heard_of_where_others_dispatch(ranks2: RankPool) -> None:
-    seen = ranks2.run(close_instead, timeout=HANG)
-    check(seen, "RankMismatchError", "rank 0: call", "dispatch", "close")
-    assert all(took < 5 for _, took in seen)
-
-
-def close_alone(rank: int, world: int, late: str) -> Seen:
-    """Rank 1 closes long before rank 0, which then closes too, or makes another call; both go on with new buffers."""
-    with buffers(AGREE_SECS=1):
-        good_step()
-        if rank == 0:
-            time.sleep(2.5)
-        seen = attempt(good_step if rank == 0 and late == "dispatch" else close_buffers)
-        if rank == 0:
-            close_buffers(abort=True)
-        for _ in range(3):
-            good_step()
-    return seen
-
-
-@pytest.mark.parametrize("late", ["close", "dispatch"])
-def test_who_closes_alone_waits_no_longer_than_an_agreement(ranks2: RankPool, late: str) -> None:
-    (heard, at_once), (alone, waited) = ranks2.run(close_alone, late, timeout=HANG)
-    assert alone is None
-    assert at_once < 1 < waited < 2.5
-    assert (heard is None) == (late == "close")
-    if heard is not None:
-        assert heard.type_name == "RankMismatchError"
-        assert "close" in heard.text
-
-
 def unequal_calls(rank: int, world: int, what: str) -> Seen:
     """Under CHECK=1, which compares forward calls alone, rank 1 makes no second layer, or only rank 0 a backward."""
     with buffers(CHECK=1):

@@ -213,40 +213,6 @@ def test_unfit_handles_raise_before_anything_travels(ranks2: RankPool) -> None:
             assert (failure.type_name, payloads) == ("HandleError", 0), (name, failure)
 
 
-def used_after(rank: int, world: int, destroy_group: bool, wait: bool) -> list[Failure | None]:
-    """Every use of what two earlier dispatches left, after a close, or after the group is gone."""
-    with buffers():
-        group = dist.new_group()
-        x = torch.ones(3, 8, requires_grad=True)
-
-        def dispatch() -> Any:
-            sent = fused_dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 8, group, wait=wait)
-            return sent if wait else sent.wait()
-
-        (recv, *_), (other, *_, handle) = dispatch(), dispatch()
-        combined = fused_combine(other.detach().requires_grad_(), group, handle, wait=wait)
-        combined = (combined if wait else combined.wait())[0]
-        if destroy_group:
-            dist.destroy_process_group(group)
-        else:
-            close_buffers()
-        uses = [lambda: recv.sum().backward(), lambda: combined.sum().backward()]
-        uses.append(lambda: fused_combine(other, group, handle, wait=wait))
-        if destroy_group:
-            uses.append(dispatch)
-        return [raised_by(use) for use in uses]
-
-
-@pytest.mark.parametrize("destroy_group", [False, True], ids=["closed", "group-destroyed"])
-@pytest.mark.parametrize("wait", [True, False])
-def test_use_after_close_raises(ranks2: RankPool, destroy_group: bool, wait: bool) -> None:
-    for failures in ranks2.run(used_after, destroy_group, wait):
-        for failure in failures:
-            assert failure is not None
-            assert failure.isa("BufferClosedError"), failure
-            assert "process group was destroyed" in failure.text or "closed" in failure.text
-
-
 # Settings are pinned.
 
 

@@ -27,7 +27,7 @@ from scene import (
 )
 from torch import Tensor
 
-from megatron_moe_v2 import close_buffers, fused_combine
+from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch
 from megatron_moe_v2.settings import PREFIX
 
 
@@ -43,6 +43,21 @@ def test_a_rank_may_ignore_its_output(ranks2: RankPool, layout: str, adversary: 
     by_case = zip(*ranks2.run(train_steps, scenes), strict=True)
     wrong = [close_to(steps, scene, str(scene)) for steps, scene in zip(by_case, scenes, strict=True)]
     assert wrong == [[]] * len(scenes)
+
+
+def sums_of_nothing(rank: int, world: int, layout: str) -> list[Tensor | None]:
+    """Rank 0 receives all; the others' gradients are those of a sum over no rows, expanded from one number."""
+    x, weights = torch.ones(3, 8, requires_grad=True), torch.ones(3, 1)
+    with buffers():
+        recv_x, *_ = fused_dispatch(x, torch.zeros(3, 1).long(), weights, 12, None, layout=layout)
+        recv_x.sum().backward()
+    return [x.grad]
+
+
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_the_gradient_of_a_sum_over_no_rows(ranks2: RankPool, layout: str) -> None:
+    for (grad,) in ranks2.run(sums_of_nothing, layout):
+        assert torch.equal(grad, torch.ones(3, 8))
 
 
 LOSSES = {"both": (2.0, 3.0), "recv_x alone": (5.0, None), "recv_probs alone": (None, 7.0), "zero times": (0.0, 0.0)}

@@ -95,7 +95,7 @@ def check_constructor(num_bytes: int | None, num_max_tokens_per_rank: int, hidde
 
 def check_num_experts(num_experts: int | None, num_ranks: int) -> int:
     """Experts divide evenly over the ranks."""
-    if not isinstance(num_experts, int) or num_experts <= 0 or num_experts % num_ranks:
+    if type(num_experts) is not int or num_experts <= 0 or num_experts % num_ranks:
         raise InputError("num_experts", got=num_experts, expected=f"a positive multiple of the {num_ranks} ranks")
     return num_experts
 

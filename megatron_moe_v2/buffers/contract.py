@@ -119,15 +119,15 @@ class HandleFields(NamedTuple):
 
     Attributes:
         kind: the class.
-        tensors, plain: names of those that hold a tensor or None, and of the others.
-        tensors_of, plain_of: their values, from ``vars`` of a handle.
+        names: first of those that hold a tensor or None, then of the others.
+        num_tensors: how many hold a tensor or None.
+        values_of: their values, from ``vars`` of a handle.
     """
 
     kind: type
-    tensors: tuple[str, ...]
-    plain: tuple[str, ...]
-    tensors_of: Callable[[dict[str, Any]], tuple[Tensor | None, ...]]
-    plain_of: Callable[[dict[str, Any]], tuple[Any, ...]]
+    names: tuple[str, ...]
+    num_tensors: int
+    values_of: Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 HandleSkeleton = tuple[HandleFields, tuple[Any, ...]]
@@ -136,9 +136,10 @@ HandleSkeleton = tuple[HandleFields, tuple[Any, ...]]
 
 def flatten_handle(handle: Any) -> tuple[tuple[Tensor | None, ...], HandleSkeleton]:
     """Take a handle of any backend apart into its tensors, None for those that are not there, and a skeleton."""
-    values = vars(handle)
-    fields = _fields.get((type(handle), len(values))) or _look_at(handle)
-    return fields.tensors_of(values), (fields, fields.plain_of(values))
+    by_name = vars(handle)
+    fields = _fields.get((type(handle), len(by_name))) or _look_at(handle)
+    values = fields.values_of(by_name)
+    return values[: fields.num_tensors], (fields, values[fields.num_tensors :])
 
 
 _fields: dict[tuple[type, int], HandleFields] = {}
@@ -146,11 +147,11 @@ _fields: dict[tuple[type, int], HandleFields] = {}
 
 
 def _look_at(handle: Any) -> HandleFields:
-    values = vars(handle)
-    tensors = tuple(name for name, value in values.items() if value is None or isinstance(value, Tensor))
-    plain = tuple(name for name in values if name not in tensors)
-    fields = HandleFields(type(handle), tensors, plain, itemgetter(*tensors), itemgetter(*plain))
-    _fields[type(handle), len(values)] = fields
+    by_name = vars(handle)
+    tensors = [name for name, value in by_name.items() if value is None or isinstance(value, Tensor)]
+    names = (*tensors, *(name for name in by_name if name not in tensors))
+    fields = HandleFields(type(handle), names, len(tensors), itemgetter(*names))
+    _fields[type(handle), len(by_name)] = fields
     return fields
 
 
@@ -158,7 +159,7 @@ def rebuild_handle(skeleton: HandleSkeleton, tensors: tuple[Tensor | None, ...])
     """Inverse of :func:`flatten_handle`, without running the handle class's constructor."""
     fields, plain = skeleton
     handle: Any = object.__new__(fields.kind)
-    vars(handle).update(zip((*fields.plain, *fields.tensors), (*plain, *tensors), strict=True))
+    vars(handle).update(zip(fields.names, (*tensors, *plain), strict=True))
     return handle
 
 

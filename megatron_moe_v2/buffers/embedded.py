@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..agreement import agreed_name
 from ..errors import BufferClosedError, InputError
 from . import checks, layout, rows
 from .adversary import Adversary
@@ -171,11 +172,7 @@ class EmbeddedElasticBuffer:
         self._open("barrier").headers("barrier", [0] * self.num_ranks)
 
     def destroy(self) -> None:
-        """Free everything; a second call does nothing, and every other raises. Collective over the group.
-
-        Raises:
-            RankMismatchError: another rank is in a call, and raises too; this one's buffer is freed all the same.
-        """
+        """Free everything; a second call does nothing. Every later dispatch or combine raises. Waits for nobody."""
         if not self.explicitly_destroy:
             raise InputError("destroy()", expected="a buffer built with explicitly_destroy=True")
         runtime, self.runtime = self.runtime, None
@@ -408,6 +405,8 @@ def precheck(**sizes: Any) -> None:
 def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     """A buffer of the given ``BufferSpec`` fields. Collective over the group."""
     buffer = EmbeddedElasticBuffer(group, explicitly_destroy=True, **sizes)
+    assert buffer.runtime is not None
+    buffer.runtime.name = agreed_name(group)
     return BuiltBuffer(buffer, buffer.report_failure, EmbeddedElasticBuffer, buffer.announce)
 
 

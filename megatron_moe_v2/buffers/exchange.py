@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import logging
 import time
 import weakref
 import zlib
@@ -28,8 +27,6 @@ from .layout import empty_rows, lanes
 
 __all__ = ["Exchange", "Field", "RowFormat"]
 
-logger = logging.getLogger(__name__)
-
 _MAGIC = 0x4D6F4532
 _TEXT_BYTES = 2048
 
@@ -37,8 +34,10 @@ _sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] =
 """Calls so far by group: one count for all its buffers, so that ranks stay in step with different ones too."""
 
 _unanswered: list[tuple[object, Tensor, Tensor]] = []
-"""Reports of failures that no peer waited for."""
+"""Collectives that were given up, or are waited for: gloo may still write into their tensors."""
 
+_LOOK_SECS = 1.0
+"""How often a rank that waits for its peers looks whether one of them closed its buffer."""
 
 _EXIT_SECS = 0.1
 
@@ -88,7 +87,13 @@ class RowFormat:
 
 
 class Exchange:
-    """The transport of one embedded buffer. Collective over the group in the same order on all ranks."""
+    """The transport of one embedded buffer. Collective over the group in the same order on all ranks.
+
+    Attributes:
+        name: under which all ranks know the buffer in the store; None keeps a close to this rank.
+    """
+
+    name: str | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -96,40 +101,39 @@ class Exchange:
         self.rank = group.rank()
         self._host = torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
         self._sequence = _sequences.setdefault(group, itertools.count(1))
+        self._calls = 0
+        self._ranks = dist.get_process_group_ranks(group)
         self._staging: dict[str, Tensor] = {}
         if self.num_ranks > 1:
             _at_exit()
 
-    def headers(
-        self, call: str, rows: list[int], failure: Exception | None = None, timeout: float | None = None
-    ) -> list[int]:
+    def headers(self, call: str, rows: list[int], failure: Exception | None = None) -> list[int]:
         """Tell each peer how many rows follow, and learn how many come from each.
 
         Args:
             call: what this rank is about to do, in words; must be the same on all ranks.
             rows: rows for each peer, R of them; ignored with ``failure``.
             failure: the error of the local checks; raised here after the peers have been told.
-            timeout: seconds to wait for peers that need not come: an agreement's, where there is a ``failure``.
 
         Raises:
             MoEError: ``failure``, or another rank's error under its own type.
             RankMismatchError: ranks make different calls; holds a table.
-            CommunicationError: the collective itself failed.
+            CommunicationError: the collective itself failed, or a peer closed its buffer and does not come.
         """
         if self.num_ranks == 1:
             if failure is not None:
                 raise failure
             return list(rows)
-        sequence = next(self._sequence)
+        self._calls = sequence = next(self._sequence)
         call = f"call {sequence}: {call}"
         same = [_MAGIC if failure is None else -_MAGIC, sequence, zlib.crc32(call.encode())]
         sent = torch.tensor([[*same, count] for count in (rows if failure is None else [0] * self.num_ranks)])
         try:
-            got = self._all_to_all(sent, call, timeout if failure is None else agreement_timeout()).tolist()
+            got = self._all_to_all(sent, call, None if failure is None else agreement_timeout()).tolist()
         except CommunicationError:
             if failure is None:
                 raise
-            self._leave(self._texts(call, failure))
+            self._leave(call, failure)
             raise failure from None  # nobody waited for this rank
         if failure is not None or any(header[:3] != same for header in got):
             self._raise_together(call, failure)
@@ -161,9 +165,9 @@ class Exchange:
         line = torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
         return line.repeat(self.num_ranks, 1)
 
-    def _leave(self, texts: Tensor) -> None:
+    def _leave(self, call: str, failure: Exception) -> None:
         """Take part in the exchange of texts without waiting: who comes late then hears why, and stays in step."""
-        sent = texts.to(self._host)
+        sent = self._texts(call, failure).to(self._host)
         got = torch.empty_like(sent)
         with contextlib.suppress(RuntimeError):  # the peers are gone, not late
             work = dist.all_to_all_single(got, sent, group=self.group, async_op=True)
@@ -186,6 +190,35 @@ class Exchange:
         self._run(lanes(got), lanes(sent), rows_in, rows_out, "the payload")
         return got
 
+    def _closed_key(self, rank: int) -> str:
+        return f"{self.name}/closed/{rank}"
+
+    def _look_for_closed(self, call: str) -> None:
+        """Raise if a peer closed its buffer before this call, to which it therefore does not come."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            keys = {rank: self._closed_key(rank) for rank in self._ranks}
+            closed = {rank: int(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        except (RuntimeError, ValueError):  # the store is gone: the collective will fail too
+            return
+        for rank, calls in closed.items():
+            if calls < self._calls:
+                raise CommunicationError(
+                    f"rank {rank} closed its buffer after call {calls}, and does not come to {call}",
+                    fix="Close on all ranks, after the last call of each.",
+                )
+
+    def _wait(self, work: dist.Work, call: str) -> None:
+        """Until the headers are there, looking for peers that closed."""
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_SECS))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self._look_for_closed(call)
+
     def _run(
         self,
         got: Tensor,
@@ -195,14 +228,21 @@ class Exchange:
         call: str,
         timeout: float | None = None,
     ) -> None:
-        """All-to-all, of at most ``timeout`` seconds where the peers may not come."""
+        """All-to-all, of at most ``timeout`` seconds where the peers may not come; of headers or texts without rows."""
+        looks = rows_in is None and self.name is not None and self._host.type == "cpu"
+        may_stay = timeout is not None or looks
         try:
-            work = dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group, async_op=timeout is not None)
-            if work is not None and timeout is not None:
+            work = dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group, async_op=may_stay)
+            if work is not None and may_stay:
                 pending = (work, got, sent)
                 _unanswered.append(pending)  # gloo may still write there after the time-out
-                work.wait(timedelta(seconds=timeout))
+                if timeout is None:
+                    self._wait(work, call)
+                else:
+                    work.wait(timedelta(seconds=timeout))
                 _unanswered.remove(pending)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank} of {self.num_ranks} lost its peers in {call}",
@@ -222,23 +262,10 @@ class Exchange:
         return kept[: rows * row_bytes].view(rows, row_bytes)
 
     def close(self) -> None:
-        """Drop the scratch memory, and meet the peers: where one is in a call instead, both raise.
-
-        Who does not come in an agreement's time hears of the close when it comes. On NCCL alone nobody is met: what is
-        launched there cannot be given up.
-
-        Raises:
-            RankMismatchError: a peer is in a call.
-        """
+        """Drop the scratch memory, and leave word of it for peers that will wait for this rank. Waits for nobody."""
         self._staging.clear()
-        if self.num_ranks == 1 or self._host.type != "cpu":
-            return
-        texts = self._texts("close", None)
-        try:
-            self.headers("close", [0] * self.num_ranks, timeout=agreement_timeout())
-        except CommunicationError as error:
-            logger.info("closed without the other ranks: %s", error)
-            self._leave(texts)
-            return
-        with contextlib.suppress(CommunicationError):
-            self._all_to_all(texts, "close", agreement_timeout())  # whoever left did so too
+        if self.num_ranks > 1 and self.name is not None:
+            with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and with it the peers
+                dist.distributed_c10d._get_default_store().set(
+                    self._closed_key(self._ranks[self.rank]), str(self._calls)
+                )

@@ -21,6 +21,7 @@ __all__ = [
     "Destinations",
     "ExpertSlots",
     "align_counts",
+    "as_bytes",
     "destinations",
     "empty_rows",
     "expert_slots",
@@ -167,14 +168,23 @@ def lanes(rows: Tensor) -> Tensor:
 
     Pairs of bytes as bfloat16: gloo has no 16-bit integers.
     """
-    if not rows.numel():  # expanded, as the gradient of a sum is, it has no strides to view
-        rows = rows.new_empty(rows.shape)
+    rows = _viewable(rows)
     size = rows.element_size()
     spans = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size)
     for dtype in (torch.int64, torch.int32, torch.bfloat16):
         if dtype.itemsize >= size and not any(span % dtype.itemsize for span in spans):
             return rows.view(dtype)
     return rows.view(torch.uint8)
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """``[n, H]`` contiguous rows as ``[n, B]`` bytes."""
+    return _viewable(rows).view(torch.uint8)
+
+
+def _viewable(rows: Tensor) -> Tensor:
+    """No rows that are expanded, as the gradient of a sum is, count as contiguous and have no strides to view."""
+    return rows if rows.numel() else rows.new_empty(rows.shape)
 
 
 def empty_rows(num_rows: int, width: int, like: Tensor) -> Tensor:

@@ -206,11 +206,11 @@ def pack_partials(
     if slots is not None and not request.reduce_first:
         filled = slots >= 0
         counts = [int(part.sum()) for part in torch.split(filled, counts)]
-        return layout.gather_rows(request.x, slots[filled]).view(torch.uint8), wire, counts
+        return layout.as_bytes(layout.gather_rows(request.x, slots[filled])), wire, counts
     if slots is None and order is None and request.weights is None:
-        return request.x[:num_rows].view(torch.uint8), wire, counts
+        return layout.as_bytes(request.x[:num_rows]), wire, counts
     if slots is not None and request.weights is None:
-        return layout.sum_rows(request.x, slots).view(torch.uint8), wire, counts
+        return layout.as_bytes(layout.sum_rows(request.x, slots)), wire, counts
     sent = exchange.staging("sent", num_rows, wire.row_bytes, request.x.device)
     views: dict[str, Any] = wire.views(sent)
     if slots is not None:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ... import __version__
-from .findings import FAIL, Finding, guarded, worst
+from .findings import FAIL, Finding, guarded, output_of, worst
 
 __all__ = ["SCHEMA_VERSION", "main"]
 
@@ -109,12 +109,11 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
     wait = looking.start(IMPORT_TIMEOUT)
     environ = dict(os.environ)
     system = _checked("system", "python", lambda part: part.python_check())
-    gpu, states = False, ""
+    gpu = False
     try:
-        from .system import has_gpu, link_states
+        from .system import has_gpu
 
         gpu = has_gpu()
-        states = link_states() if gpu else ""
     except Exception:  # the finding above says why
         pass
     network = [
@@ -122,6 +121,7 @@ def _local() -> tuple[list[Finding], dict[str, str], int, bool]:
         *_checked("system", "network", lambda part: part.network_check(gpu)),
     ]
     libraries = _checked("libraries", "libraries", lambda part: part.library_check())
+    states = output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or "" if gpu else ""  # a second, beside the imports
     imports = wait()
     environ_of_deep_ep = {**environ, **imports.of("deep_ep").get("sets", {})}
     wanted = environ.get("MCORE_DEEPEP_V2_BACKEND", "").strip() or "auto"

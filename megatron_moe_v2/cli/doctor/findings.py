@@ -97,7 +97,9 @@ def numbers(version: str | None) -> tuple[int, ...]:
 def output_of(command: Sequence[str], timeout: float = 10.0) -> str | None:
     """Standard output of a command; None where it is missing, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None

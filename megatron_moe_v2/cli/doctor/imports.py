@@ -6,9 +6,11 @@ one JSON line a stage, so that what it learned before it died is kept.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -23,10 +25,8 @@ from .findings import one_line
 __all__ = ["Imports", "look", "mapped_nccl", "start"]
 
 _STAGES = ("torch", "nccl", "cuda", "deep_ep", "nccl_after", "bytecode", "backend")
-_START = (
-    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import look; look(); "
-    "os._exit(0)"  # taking the libraries apart takes a while
-)
+_LAST = json.dumps([_STAGES[-1], {}]).encode()[:-3]
+_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from {module} import look; look()"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ def start(timeout: float) -> Callable[[], Imports]:
     """Start the child; the returned function waits for it."""
     command = [sys.executable, "-c", _START.format(module=__name__), json.dumps(sys.path)]
     deadline = time.monotonic() + timeout
+    facts, noise = bytearray(), bytearray()
     try:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -62,13 +63,21 @@ def start(timeout: float) -> Callable[[], Imports]:
         return lambda: Imports(died=reason)
 
     def wait() -> Imports:
-        try:
-            facts, noise = child.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-            end = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # with what the libraries started
-            facts, noise = child.communicate()
-            end = f"no answer within {timeout:.0f} s"
+        end = f"no answer within {timeout:.0f} s"
+        with child, selectors.DefaultSelector() as pipes:
+            pipes.register(child.stdout, selectors.EVENT_READ, facts)  # type: ignore[arg-type]
+            pipes.register(child.stderr, selectors.EVENT_READ, noise)  # type: ignore[arg-type]
+            while not (_LAST in facts and facts.endswith(b"\n")) and (left := deadline - time.monotonic()) > 0:
+                for key, _ in pipes.select(left):
+                    key.data.extend(chunk := os.read(key.fd, 2**16))
+                    if not chunk:
+                        pipes.unregister(key.fileobj)
+                if not pipes.get_map():  # it ended
+                    code = child.wait()
+                    end = f"signal {-code}" if code < 0 else f"exit status {code}"
+                    break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what the libraries started
         return _parse(facts.decode(errors="replace"), noise.decode(errors="replace"), end)
 
     return wait
@@ -160,7 +169,7 @@ def _deep_ep() -> dict[str, Any]:
 
 
 def _bytecode() -> dict[str, Any]:
-    """Of the modules imported so far, written in Python: how many, and how many will be compiled again next time."""
+    """Of the modules imported so far, written in Python: how many, and how many have no compiled form beside them."""
     specs = [spec for module in list(sys.modules.values()) if (spec := getattr(module, "__spec__", None)) is not None]
     kept = {spec.origin: spec.cached for spec in specs if spec.has_location and isinstance(spec.cached, str)}
     missing = [origin for origin, cached in kept.items() if not os.path.exists(cached)]
@@ -173,9 +182,11 @@ def _bytecode() -> dict[str, Any]:
 
 
 def _folder_of_most(files: list[str]) -> str | None:
-    """The entry of the module search path below which most of the files lie."""
-    below = Counter(folder for file in files for folder in sys.path if folder and file.startswith(f"{folder}/"))
-    return below.most_common(1)[0][0] if below else None
+    """The entry of the module search path to which most of the files belong."""
+    folders = sorted(filter(None, sys.path), key=len, reverse=True)  # one may lie in another
+    owners = (next((folder for folder in folders if file.startswith(f"{folder}/")), None) for file in files)
+    owned = Counter(folder for folder in owners if folder is not None)
+    return owned.most_common(1)[0][0] if owned else None
 
 
 def _backend() -> dict[str, Any]:

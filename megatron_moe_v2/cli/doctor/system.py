@@ -22,7 +22,6 @@ __all__ = [
     "has_gpu",
     "import_time_check",
     "link_check",
-    "link_states",
     "loopback_check",
     "network_check",
     "python_check",
@@ -98,13 +97,14 @@ def import_time_check(imports: Imports) -> Iterator[Finding]:
 def bytecode_check(imports: Imports) -> Iterator[Finding]:
     facts = imports.of("bytecode")
     if "error" in facts:
-        yield Finding(id="bytecode", group=GROUP, status=SKIP, found="nothing was imported")
+        yield Finding(id="bytecode", group=GROUP, status=SKIP, found=f"could not be looked at: {facts['error']}")
         return
     found, fix = f"{facts['missing']} of {facts['modules']} imported modules have no bytecode", ""
     if many := facts["missing"] > MOST_MISSING_BYTECODE:
         why = "their folders cannot be written" if facts["writes"] else "PYTHONDONTWRITEBYTECODE is set"
         found += f", and {why}: every process compiles them anew"
-        fix = f"Once, as a user who may write there: python -m compileall -q {facts['folder']}"
+        folder = facts["folder"] or "FOLDER_OF_THE_PACKAGES"
+        fix = f"Once, as a user who may write there: {sys.executable} -m compileall -q {folder}"
     yield Finding(
         id="bytecode",
         group=GROUP,
@@ -161,13 +161,8 @@ def gpu_check(imports: Imports, gpu: bool) -> Iterator[Finding]:
     )
 
 
-def link_states() -> str:
-    """What nvidia-smi says of the first GPU's NVLinks; may take a second."""
-    return output_of(["nvidia-smi", "nvlink", "-s", "-i", "0"]) or ""
-
-
 def link_check(imports: Imports, gpu: bool, states: str) -> Iterator[Finding]:
-    """Args: ``states``: :func:`link_states`."""
+    """Args: ``states``: what ``nvidia-smi nvlink -s -i 0`` says of the first GPU's NVLinks."""
     count = len(imports.of("cuda").get("devices") or [])
     if not gpu:
         yield Finding(id="nvlink", group=GROUP, status=SKIP, found="no GPU")
