@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .agreement import agree
 from .communication import Call, DispatchHandle
-from .errors import BufferClosedError, CaptureError, HandleError, InputError, LimitError, MoEError
+from .errors import CaptureError, HandleError, InputError, LimitError, MoEError
 from .fp8 import ScaleFormat
 from .fp8_wire import buffer_hidden, check_gradient, check_options, check_tokens
 from .pool import Ceiling, pool, typed
@@ -166,8 +166,9 @@ def _check_load_stats(load_stats: ExpertLoadStats, num_experts: int, group: dist
 def check_handle(x: Tensor, group: object, handle: DispatchHandle) -> None:
     if not isinstance(handle, DispatchHandle):
         raise HandleError("handle", got=type(handle).__name__, expected="what fused_dispatch returned")
-    if not handle.call.entry.usable:
-        raise BufferClosedError("the buffer of this handle was closed, or its group destroyed", fix="Dispatch again.")
+    handle.call.entry.require_usable()
+    if not isinstance(x, Tensor):
+        raise InputError("x of combine", got=type(x).__name__, expected="a tensor")
     if handle.call.entry.group is not group:
         raise HandleError("the handle is another group's", fix="Combine over the group that dispatched.")
     if x.dim() != 2 or x.shape[0] != handle.num_rows:

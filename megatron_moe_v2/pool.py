@@ -31,6 +31,7 @@ __all__ = [
     "BufferSpec",
     "Ceiling",
     "PooledBuffer",
+    "check_sizes",
     "close_buffers",
     "on_cuda",
     "pool",
@@ -88,6 +89,10 @@ class BufferPool:
 
         Where it is the first, its ceiling becomes the usual one, if it ``pins_ceiling``.
         """
+        try:
+            check_sizes(hidden, num_topk, num_max_tokens_per_rank)
+        except InputError as error:
+            self.fail(group, "buffer lookup", error)
         wish = (hidden, num_topk, num_max_tokens_per_rank, use_fp8_dispatch)
         entry = self._found.get((group, wish))
         if entry is None or not entry.usable:
@@ -310,13 +315,21 @@ def _named(field: str) -> str:
     return f"{field} ({name_of(_VARIABLES[field])})" if field in _VARIABLES else field
 
 
+def check_sizes(hidden: object, num_topk: object, ceiling: object) -> None:
+    """Raise :class:`InputError` unless a buffer can be asked for with these."""
+    for name, value, others in (
+        ("hidden", hidden, ()),
+        ("num_topk", num_topk, (None,)),
+        ("num_max_tokens_per_rank", ceiling, (None, "decode")),
+    ):
+        if not any(value is other or value == other for other in others) and (type(value) is not int or value < 1):
+            also = "".join(f" or {other!r}" for other in others if other is not None)
+            raise InputError(name, got=repr(value), expected=f"an integer from 1{also}")
+
+
 def _spec(settings: Settings, hidden: int, num_topk: int | None, ceiling: Ceiling, fp8: bool) -> BufferSpec:
     if ceiling == "decode":
         ceiling = settings.decode_max_tokens_per_rank
-    for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_max_tokens_per_rank", ceiling)):
-        if value is not None and (type(value) is not int or value < 1):
-            also = ' or "decode"' if name == "num_max_tokens_per_rank" else ""
-            raise InputError(name, got=repr(value), expected=f"an integer from 1{also}")
     return BufferSpec(
         hidden=max(hidden, settings.hidden),
         num_topk=0 if num_topk is None else max(num_topk, settings.num_topk),

@@ -111,6 +111,7 @@ class PooledBuffer:
         """Raise :class:`BufferClosedError` unless the buffer is usable."""
         if not self.usable:
             what = "buffer was closed" if self.closed else "process group was destroyed"
+            self.close(abort=True)  # other ranks may wait for this one
             raise BufferClosedError(f"the {what}", fix="Dispatch again, over a living group.")
 
     def fail(self, operation: str, error: Exception) -> NoReturn:
@@ -202,7 +203,8 @@ class PooledBuffer:
         """Free the buffer. Collective over the group unless ``abort``; a second call does nothing.
 
         With ``abort``, after a failed collective, or when the group is gone, no collective is made: references are
-        dropped, and what DeepEP holds comes back at process exit, which is warned about.
+        dropped, and what DeepEP holds comes back at process exit, which is warned about. The embedded buffer's close
+        never is one.
 
         Raises:
             CapturedBufferError: a CUDA graph uses it.
@@ -212,10 +214,9 @@ class PooledBuffer:
         if not abort:
             self.release_graphs(forced=False)
         built, self._built, self.closed = self._built, None, True
-        if abort or self.broken or not is_registered(self.group):
-            if self.backend.name != "embedded":
-                held = self.spec.num_bytes(self.group.size())
-                logger.warning("%s dropped without its collective close: %d bytes stay until exit", built.buffer, held)
+        if self.backend.name != "embedded" and (abort or self.broken or not is_registered(self.group)):
+            held = self.spec.num_bytes(self.group.size())
+            logger.warning("%s dropped without its collective close: %d bytes stay until exit", built.buffer, held)
             return
         built.buffer.destroy()
 

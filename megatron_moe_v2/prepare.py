@@ -20,7 +20,7 @@ from .communication import Call, complete, launch_cached_dispatch, launch_combin
 from .errors import InputError
 from .fp8 import ScaleFormat
 from .fp8_wire import buffer_hidden, check_options
-from .pool import Ceiling, Group, PooledBuffer, on_cuda, pool, resolve_group
+from .pool import Ceiling, Group, PooledBuffer, check_sizes, on_cuda, pool, resolve_group
 from .settings import TUNE, name_of
 from .streams import finish
 
@@ -76,7 +76,7 @@ def prepare_buffer(
         CaptureError: inside a CUDA graph capture.
     """
     group = resolve_group(group)
-    if isinstance(layouts, str) or not set(layouts) <= {"token", "expert"}:
+    if not isinstance(layouts, (tuple, list, set, frozenset)) or any(one not in ("token", "expert") for one in layouts):
         pool.fail(group, "warm-up", InputError("layouts", got=repr(layouts), expected='some of "token" and "expert"'))
     if type(num_sms) is not int or num_sms < 0:
         pool.fail(group, "warm-up", InputError("num_sms", got=repr(num_sms), expected="an integer from 0"))
@@ -84,6 +84,9 @@ def prepare_buffer(
         error = InputError("warmup", got=f"num_experts={num_experts}, num_topk={num_topk}", expected="both")
         pool.fail(group, "warm-up", error)
     try:
+        check_sizes(hidden, num_topk, num_max_tokens_per_rank)
+        if type(expert_alignment) is not int or expert_alignment < 1:
+            raise InputError("expert_alignment", got=repr(expert_alignment), expected="an integer from 1")
         if num_experts is not None:
             check_num_experts(num_experts, group.size())
         check_options(fp8, True, fp8_backward)

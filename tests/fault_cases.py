@@ -93,6 +93,8 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
         "indices on another device": ("InputError", other("token_indices", idx.to("meta"))),
         "weights on another device": ("InputError", other("token_probs", torch.ones(3, 2, device="meta"))),
         "alignment 0": ("InputError", lambda: dispatch(layout="expert", expert_alignment=0 if bad else 4)),
+        "a ceiling that is a list": ("InputError", lambda: dispatch(num_max_tokens_per_rank=[12] if bad else None)),
+        "True experts": ("InputError", lambda: dispatch(num_experts=True if bad else 12)),
         "rows above the ceiling": ("CapacityError", lambda: dispatch(inputs(rows=CEILING + 1 if bad else 3))),
         "another layout": ("RankMismatchError", lambda: dispatch(layout="expert" if bad else "token")),
         "another alignment": ("RankMismatchError", lambda: dispatch(layout="expert", expert_alignment=8 if bad else 4)),
@@ -111,7 +113,8 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
             "combine: a row more": ("HandleError", combined(lambda rows: torch.cat([rows, rows[:1]]))),
             "combine: flat": ("HandleError", combined(lambda rows: rows.flatten())),
             "combine: integers": ("MoEError", combined(lambda rows: rows.long())),
-            "combine: nothing": ("MoEError", combined(lambda rows: None)),
+            "combine: nothing": ("InputError", combined(lambda rows: None)),
+            "combine: on meta": ("InputError", combined(lambda rows: rows.to("meta"))),
             "combine: no handle": (
                 "HandleError",
                 lambda: fused_combine(torch.ones(handle.num_rows, 8), None, None if bad else handle),

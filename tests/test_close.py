@@ -84,6 +84,46 @@ def test_who_waits_for_a_rank_that_closed_is_told(world: int, what: str) -> None
             assert seconds < 4
 
 
+def ends_badly(rank: int, world: int, how: str) -> Failure | None:
+    """Rank 1 closes while an exception passes, by abort or not, or its group is gone; rank 0 waits for it."""
+    with buffers():
+        group = dist.new_group()
+        x = torch.ones(3, 8, requires_grad=True)
+        recv, *_ = fused_dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 12, group)
+        if rank == 0:
+            failure = raised_by(lambda: recv.sum().backward())
+            close_buffers(abort=True)
+            return failure
+        if how == "group destroyed":
+            dist.destroy_process_group(group)
+            failure = raised_by(lambda: recv.sum().backward())
+        else:
+            failure = raised_by(lambda: fails(abort=how == "aborted"))
+        time.sleep(4)
+        return failure
+
+
+def fails(abort: bool) -> None:
+    try:
+        raise ValueError("expert 3 failed")
+    finally:
+        close_buffers(abort=abort)
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted", "group destroyed"])
+def test_the_others_hear_why(how: str) -> None:
+    waited, ended = (one.failure for one in Launch.fresh(2, ends_badly, how, timeout=HANG))
+    assert waited is not None
+    assert ended is not None
+    assert waited.type_name == "CommunicationError"
+    assert "rank 1 closed its buffer after call" in waited.text
+    if how == "group destroyed":
+        assert ended.type_name == "BufferClosedError"
+    else:
+        assert ended.type_name == "ValueError"
+        assert "while it handled ValueError: expert 3 failed" in waited.text
+
+
 def slow_but_right(rank: int, world: int) -> None:
     """Rank 0 comes seconds late to calls that follow a close: of another buffer, of all, in another group."""
     late = 2.5 if rank == 0 else 0.0

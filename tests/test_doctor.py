@@ -90,6 +90,28 @@ def test_it_takes_less_than_five_seconds() -> None:
     assert min(doctor()[1]["seconds"] for _ in range(3)) < 5
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("doctor >&-", 0, ""),
+        ("env --show > /dev/full", 1, "the output cannot be written"),
+        ("doctor --selftest --timeout inf", 2, "at most 86400"),
+        ("doctor --selftest --device cuda --problems", 1, "torch sees no GPU"),
+    ],
+)
+def test_what_cannot_be(line: str, status: int, said: str) -> None:
+    if "cuda" in line:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+    command = f"{sys.executable} -m megatron_moe_v2 {line}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_missing_bytecode(tmp_path: Path) -> None:
     """Libraries whose bytecode is somewhere else, and which may write none."""
     env = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -15,6 +15,7 @@ from scene import buffers, environment, raised_by, replaced
 
 from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_combine, fused_dispatch, prepare_buffer
 from megatron_moe_v2.buffers import embedded, layout, rows
+from megatron_moe_v2.fp8 import ScaleFormat
 from megatron_moe_v2.settings import PREFIX
 
 # Building.
@@ -73,6 +74,12 @@ def built_with_other_arguments(rank: int, world: int, bad_rank: int) -> dict[str
         "ceiling": lambda: prepare_buffer(hidden=8, num_max_tokens_per_rank=16 if bad else None),
         "hidden 0": lambda: prepare_buffer(hidden=0 if bad else 8),
         "num_topk True": lambda: prepare_buffer(hidden=8, num_topk=True if bad else 1),
+        "hidden list": lambda: prepare_buffer(hidden=[8] if bad else 8),
+        "hidden None": lambda: prepare_buffer(hidden=None if bad else 8),
+        "hidden text": lambda: prepare_buffer(hidden="8" if bad else 8, fp8=ScaleFormat()),
+        "layouts None": lambda: prepare_buffer(hidden=8, layouts=None if bad else ("token",)),
+        "expert_alignment text": lambda: prepare_buffer(hidden=8, expert_alignment="8" if bad else 8),
+        "num_experts True": lambda: prepare_buffer(hidden=8, num_experts=True if bad else 2),
         "prepares another": lambda: prepare_buffer(hidden=32) if bad else dispatch(),
     }
     for name, action in actions.items():
@@ -91,8 +98,8 @@ def test_arguments_differ_or_a_constructor_raises(ranks2: RankPool, bad_rank: in
     outcomes = ranks2.run(built_with_other_arguments, bad_rank)
     by_name = {name: [seen[name] for seen in outcomes] for name in outcomes[0]}
     check(by_name.pop("constructor raises"), "BackendError", "OSError", "no such library")
-    check(by_name.pop("hidden 0"), "InputError", "hidden")
-    check(by_name.pop("num_topk True"), "InputError", "num_topk", "True")
+    for name in [name for name in by_name if name.endswith((" 0", " True", " list", " None", " text"))]:
+        check(by_name.pop(name), "InputError", name.split()[0])
     for seen in by_name.values():
         check(seen, "RankMismatchError", "rank 0: ", "rank 1: ")
 

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,6 +301,10 @@ def closing(rank: int, world: int) -> dict[str, Any]:
         step()
         close_buffers(abort=True)
         seen["by abort"] = count()
+        theirs = prepare_buffer(hidden=8)
+        theirs.backend = replace(theirs.backend, name="deepep_v1")  # whose close is collective
+        close_buffers(abort=True)
+        seen["DeepEP's by abort"] = (theirs.closed, count())
         with prepare_buffer(hidden=8) as entry:
             step()
         seen["left"] = (entry.closed, count())
@@ -324,10 +329,11 @@ def test_close(ranks2: RankPool) -> None:
         assert seen == {
             "one group's": (False, True, 1),
             "all, three times": (True, 1),
-            "by abort": 0,
+            "by abort": 1,
+            "DeepEP's by abort": (True, 0),
             "left": (True, 1),
-            "left on an exception": (True, 0),
-            "one group gone": 1,
+            "left on an exception": (True, 1),
+            "one group gone": 2,
         }
 
 

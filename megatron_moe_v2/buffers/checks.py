@@ -96,7 +96,7 @@ def check_constructor(num_bytes: int | None, num_max_tokens_per_rank: int, hidde
 def check_num_experts(num_experts: int | None, num_ranks: int) -> int:
     """Experts divide evenly over the ranks."""
     if type(num_experts) is not int or num_experts <= 0 or num_experts % num_ranks:
-        raise InputError("num_experts", got=num_experts, expected=f"a positive multiple of the {num_ranks} ranks")
+        raise InputError("num_experts", got=repr(num_experts), expected=f"a positive multiple of the {num_ranks} ranks")
     return num_experts
 
 
@@ -295,6 +295,8 @@ def check_combine(
     """Resolve a combine's arguments for the embedded buffer with number ``number``, or raise."""
     _check_owner(handle, number)
     _check_matrix("x", x)
+    if x.device != handle.topk_idx.device:
+        raise InputError("x of combine", got=f"on {x.device}", expected=f"on {handle.topk_idx.device}, as the dispatch")
     if not x.dtype.is_floating_point or x.element_size() < 2:
         raise InputError("x of combine", got=x.dtype, expected="bfloat16, float16, float32 or float64")
     _check_events(previous_event, allocate_on_comm_stream)

@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import functools
 import itertools
+import json
+import sys
 import time
 import weakref
 import zlib
@@ -198,13 +200,13 @@ class Exchange:
         try:
             store = dist.distributed_c10d._get_default_store()
             keys = {rank: self._closed_key(rank) for rank in self._ranks}
-            closed = {rank: int(store.get(key)) for rank, key in keys.items() if store.check([key])}
+            closed = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
         except (RuntimeError, ValueError):  # the store is gone: the collective will fail too
             return
-        for rank, calls in closed.items():
+        for rank, (calls, why) in closed.items():
             if calls < self._calls:
                 raise CommunicationError(
-                    f"rank {rank} closed its buffer after call {calls}, and does not come to {call}",
+                    f"rank {rank} closed its buffer after call {calls}{why}, and does not come to {call}",
                     fix="Close on all ranks, after the last call of each.",
                 )
 
@@ -265,7 +267,8 @@ class Exchange:
         """Drop the scratch memory, and leave word of it for peers that will wait for this rank. Waits for nobody."""
         self._staging.clear()
         if self.num_ranks > 1 and self.name is not None:
+            error = sys.exc_info()[1]
+            why = "" if error is None else f" while it handled {type(error).__name__}: {error}"[:_TEXT_BYTES]
             with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and with it the peers
-                dist.distributed_c10d._get_default_store().set(
-                    self._closed_key(self._ranks[self.rank]), str(self._calls)
-                )
+                store = dist.distributed_c10d._get_default_store()
+                store.set(self._closed_key(self._ranks[self.rank]), json.dumps([self._calls, why]))

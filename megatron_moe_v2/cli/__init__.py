@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"megatron-moe-v2 {__version__}")
     add = parser.add_argument
     add("command", type=named(COMMANDS), choices=COMMANDS, metavar="COMMAND", help="see below; help COMMAND says more")
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = io.StringIO()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and squashed(arguments[0]) == "help":  # --help too, whose dashes do not count
         arguments = [*arguments[1:2], "--help"]
@@ -40,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = int(importlib.import_module(f".{command}", __name__).main(arguments[1:]))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, head for one, has seen enough
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # a reader that has seen enough, head for one
+            if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename is not None:
+                raise
+            print(f"megatron-moe-v2: the output cannot be written: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush at exit
         return 1
     return status

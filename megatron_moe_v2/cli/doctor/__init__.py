@@ -28,6 +28,7 @@ SCHEMA_VERSION = 1
 IMPORT_TIMEOUT = 120.0
 SELFTEST_TIMEOUT = 55.0
 RANKS_TIMEOUT = 90.0
+MOST_TIMEOUT = 86400.0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -46,8 +47,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.ranks and not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
         parser.error("--ranks needs a launcher: torchrun --nproc-per-node N -m megatron_moe_v2 doctor --ranks")
-    if args.timeout is not None and not args.timeout > 0:
-        parser.error(f"--timeout {args.timeout:g} is not above 0")
+    if args.timeout is not None and not 0 < args.timeout <= MOST_TIMEOUT:
+        parser.error(f"--timeout {args.timeout:g} is not above 0 and at most {MOST_TIMEOUT:g}")
     return args
 
 

@@ -55,7 +55,7 @@ def _judge(facts: dict[str, Any] | None, code: int, late: float | None, noise: s
             id="selftest",
             group="selftest",
             status=FAIL,
-            found=f"not finished within {late:.0f} s",
+            found=f"not finished within {late:g} s",
             needed=needed,
             fix="On a GPU the first run compiles: run it again, compiled kernels are kept. Else the ranks do not meet.",
         )
@@ -97,6 +97,8 @@ def run(device: str) -> None:
             _rank(place)
         return
     gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and not gpus:
+        raise SystemExit("RuntimeError: --device cuda, and torch sees no GPU")
     ranks = min(gpus, 8) or 2
     local_ranks.spawn(_rank, ranks, "cuda" if gpus else "cpu")
 
