@@ -48,34 +48,31 @@ __all__ = [
 ]
 
 
-_ROWS, _WEIGHTS = 0, 2
+_ROWS, _WEIGHTS = 0, 1
 """Places of what has a gradient among a function's outputs."""
 
 
 def outputs(received: Received) -> tuple[Any, ...]:
-    """What a dispatch's function returns to autograd: FP8 rows have no gradient, so their anchor stands first, and
-    they themselves last, a plain object."""
+    """What a dispatch's function returns to autograd: what has a gradient, and all as a plain object.
+
+    FP8 rows have none; their anchor stands for them.
+    """
     if isinstance(received.x, Tensor):
-        return (*received,)
-    return (received.x.anchor, *received[1:], replace(received.x, anchor=None))
+        return received.x, received.topk_weights, received
+    return received.x.anchor, received.topk_weights, received._replace(x=replace(received.x, anchor=None))
 
 
 def as_delivered(returned: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a dispatch delivers, from what autograd returned."""
-    if len(returned) == len(Received._fields):
-        return returned
-    anchor, *others, rows = returned
-    assert isinstance(rows, QuantizedRows)
-    return (replace(rows, anchor=anchor), *others)
+    x, topk_weights, received = returned
+    if isinstance(received.x, QuantizedRows):
+        x = replace(received.x, anchor=x)
+    return x, received.topk_idx, topk_weights, received.tokens_per_expert, received.handle
 
 
 def keep_dispatch(ctx: Any, received: Received, *, weights_travel: bool) -> None:
     """What the backward of a dispatch needs: the handle's tensors saved, all else plain."""
     ctx.set_materialize_grads(False)
-    if received.topk_idx is None:
-        ctx.mark_non_differentiable(received.tokens_per_expert)
-    else:
-        ctx.mark_non_differentiable(received.topk_idx, received.tokens_per_expert)
     handle = received.handle
     tensors, ctx.skeleton = handle.flat = flatten_handle(handle.ep_handle)
     ctx.save_for_backward(*tensors)
@@ -144,16 +141,21 @@ def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 class FusedDispatch(torch.autograd.Function):
     """Tokens to the ranks of their experts."""
 
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Collective over the group. Arguments as :meth:`forward` without ``ctx``.
+
+        Returns:
+            ``(recv_x, recv_topk_idx, recv_topk_weights, tokens_per_expert, handle)``; ``x`` and the weights have
+            gradients, the indices and counts have none.
+        """
+        return as_delivered(super().apply(*args))  # type: ignore[no-untyped-call]
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, call: Call, layout_cache: RoutingLayout | None
     ) -> tuple[Any, ...]:
-        """Collective over the group. Arguments as :func:`launch_dispatch`.
-
-        Returns:
-            ``(recv_x, recv_topk_idx, recv_topk_weights, tokens_per_expert, handle)``; ``x`` and the weights have
-            gradients, the indices and counts have none. Where FP8 rows are handed on, see :func:`as_delivered`.
-        """
+        """Collective over the group. Arguments as :func:`launch_dispatch`; returns :func:`outputs`."""
         received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
         finish(event)
         received = complete(received)
@@ -163,9 +165,7 @@ class FusedDispatch(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """Collective over the group: combine of both gradients."""
         summed_x, summed_weights, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         finish(event)

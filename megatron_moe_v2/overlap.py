@@ -125,9 +125,7 @@ class _DispatchWait(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any, grad_x: Tensor | None, _idx: None, grad_weights: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *grads, event = launch_backward_of_dispatch(ctx, grad_x, grad_weights)
         ctx.flight.load(grads, event)
         return None, None  # ticket, flight

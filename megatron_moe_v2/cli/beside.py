@@ -133,7 +133,7 @@ def embedded_subject(entry: PooledBuffer, num_experts: int) -> Subject:
     call = Call(entry=entry, num_experts=num_experts, expert_layout=True, expert_alignment=1)
 
     def dispatch(x: Tensor, topk_idx: Tensor, weights: Tensor) -> _Dispatched:
-        tokens, _, received, counts, handle = FusedDispatch.apply(x, topk_idx, weights, call, None)  # type: ignore[no-untyped-call]
+        tokens, _, received, counts, handle = FusedDispatch.apply(x, topk_idx, weights, call, None)
         return _Dispatched(tokens=tokens, weights=received, local_idx=None, tokens_per_expert=counts, handle=handle)
 
     def combine(rows: Tensor, dispatched: _Dispatched) -> Tensor:
