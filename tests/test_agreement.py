@@ -12,6 +12,7 @@ import torch.distributed as dist
 from launch import Failure, RankPool
 from scene import raised_by, replaced
 
+from megatron_moe_v2 import agreement
 from megatron_moe_v2.agreement import agree, is_registered
 from megatron_moe_v2.errors import CapacityError
 
@@ -148,6 +149,21 @@ def test_missing_rank_0_is_named_by_the_others(ranks4: RankPool) -> None:
         assert seconds < 6
         assert attempts <= 1
     assert outcomes[0][0] is None or outcomes[0][0].isa("RankMismatchError")
+
+
+def judged_late(rank: int, world: int) -> dict[str, Any]:
+    """The last report comes just as rank 0 stops waiting for it."""
+    wait = agreement._Event.wait
+
+    def too_short(self: Any, keys: list[str], timeout: float) -> bool:
+        return wait(self, keys, timeout) and rank != 0
+
+    with replaced(agreement._Event, "wait", too_short):
+        return agree(world_group(), "late", {}, timeout=5.0, decide={"number": rank})
+
+
+def test_who_comes_at_the_last_moment_is_there(ranks2: RankPool) -> None:
+    assert ranks2.run(judged_late) == [{"number": 0}] * 2
 
 
 def absent_in_subgroup(rank: int, world: int) -> list[Failure | None]:

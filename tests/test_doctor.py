@@ -124,8 +124,12 @@ def test_missing_bytecode(tmp_path: Path) -> None:
 
 
 def test_a_helper_that_a_library_starts_is_not_waited_for(tmp_path: Path) -> None:
-    text = "import subprocess\nhelper = subprocess.Popen(['sleep', '90'])\nraise ImportError(f'helper {helper.pid}')"
-    _, report, found = doctor(path=(module(tmp_path, "deep_ep", text),))
+    text = "import os, subprocess\nhelper = subprocess.Popen(['sleep', '90'])\n"
+    _, report, found = doctor(path=(module(tmp_path / "dies", "deep_ep", text + "os._exit(3)"),))
+    assert report["seconds"] < 30
+    assert "exit status 3" in found["deep_ep-import"]["found"]
+    raises = text + "raise ImportError(f'helper {helper.pid}')"
+    _, report, found = doctor(path=(module(tmp_path / "raises", "deep_ep", raises),))
     assert report["seconds"] < 30
     pid = re.search(r"helper (\d+)", found["deep_ep-import"]["found"])
     assert pid is not None

@@ -43,9 +43,8 @@ def _without_autocast(method: _F) -> _F:
     @functools.wraps(method)
     def call(self: EmbeddedElasticBuffer, x: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = x[0] if isinstance(x, tuple) and x else x
-        kind = (
-            "cuda" if isinstance(tokens, Tensor) and tokens.is_cuda else "cpu"
-        )  # what else it is, the checks will say
+        on_cuda = isinstance(tokens, Tensor) and tokens.is_cuda  # what else it may be, the checks will say
+        kind = "cuda" if on_cuda else "cpu"
         if not torch.is_autocast_enabled(kind):
             return method(self, x, *args, **kwargs)
         with torch.autocast(kind, enabled=False):

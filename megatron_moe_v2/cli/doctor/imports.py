@@ -72,9 +72,12 @@ def start(timeout: float) -> Callable[[], Imports]:
                     key.data.extend(chunk := os.read(key.fd, 2**16))
                     if not chunk:
                         pipes.unregister(key.fileobj)
-                if not pipes.get_map():  # it ended
-                    code = child.wait()
-                    end = f"signal {-code}" if code < 0 else f"exit status {code}"
+                if child.stdout not in pipes.get_map():  # it ended, whoever still holds its standard error
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        code = child.wait(timeout=left)
+                        end = f"signal {-code}" if code < 0 else f"exit status {code}"
+                    for key, _ in pipes.select(0):
+                        noise.extend(os.read(key.fd, 2**16))
                     break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # with what the libraries started
