@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import RankPool
+from scene import buffers
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from megatron_moe_v2 import FlexTokenDispatcher, close_buffers
+from megatron_moe_v2 import FlexTokenDispatcher, close_buffers, fused_dispatch
 from megatron_moe_v2.cli import bench, local_ranks, tables
 from megatron_moe_v2.cli.measure import LAYOUTS, PHASES, PLAIN, PLAIN_KEPT, Measurement, subjects
 from megatron_moe_v2.cli.plain_alltoall import PlainDispatcher
@@ -175,6 +177,23 @@ def job_counted(rank: int, world: int) -> tuple[int, int, bool]:
     after = traffic.sent_bytes
     dist.all_reduce(sent)
     return *seen, after == traffic.sent_bytes == 48
+
+
+def job_waited(rank: int, world: int) -> float:
+    """Seconds in collectives where rank 1 comes late to a dispatch."""
+    clock = Clock(torch.device("cpu"))
+    with buffers():
+        fused_dispatch(torch.ones(3, 8), torch.zeros(3, 1).long(), torch.ones(3, 1), 2, None)
+        with counted(clock) as traffic:
+            time.sleep(rank * 0.4)
+            fused_dispatch(torch.ones(3, 8), torch.zeros(3, 1).long(), torch.ones(3, 1), 2, None)
+    return sum(clock.between(*span) for span in traffic.spans)
+
+
+def test_waiting_is_time_in_collectives(ranks2: RankPool) -> None:
+    waited, late = ranks2.run(job_waited)
+    assert waited > 0.3
+    assert late < 0.3
 
 
 def test_counts_bytes_handed_in(ranks2: RankPool) -> None:

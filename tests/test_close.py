@@ -124,6 +124,26 @@ def test_the_others_hear_why(how: str) -> None:
         assert "while it handled ValueError: expert 3 failed" in waited.text
 
 
+def tried_again(rank: int, world: int) -> list[Failure | None]:
+    """Who waited for rank 1 goes on with the same buffer, then all with new ones."""
+    with buffers(AGREE_SECS=2):
+        good_step()
+        first = raised_by(close_buffers if rank == 1 else good_step)
+        again = None if rank == 1 else raised_by(good_step)
+        close_buffers(abort=True)
+        return [first, again, raised_by(good_step)]
+
+
+def test_going_on_after_it_raises_everywhere() -> None:
+    outcomes = Launch.fresh(3, tried_again, timeout=HANG)
+    for rank, outcome in enumerate(outcomes):
+        first, again, anew = outcome.value
+        assert (first is None) == (rank == 1)
+        assert rank == 1 or again.type_name == "CommunicationError"
+        assert anew.type_name == "CommunicationError"
+        assert ("closed its buffer" if rank == 1 else "out of step since rank 1 closed its buffer") in anew.text
+
+
 def slow_but_right(rank: int, world: int) -> None:
     """Rank 0 comes seconds late to calls that follow a close: of another buffer, of all, in another group."""
     late = 2.5 if rank == 0 else 0.0

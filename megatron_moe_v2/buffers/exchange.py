@@ -38,6 +38,9 @@ _sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] =
 _unanswered: list[tuple[object, Tensor, Tensor]] = []
 """Collectives that were given up, or are waited for: gloo may still write into their tensors."""
 
+_left_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""Groups on which this rank gave up a call that a peer did not come to, and why: what it sends next nobody expects."""
+
 _LOOK_SECS = 1.0
 """How often a rank that waits for its peers looks whether one of them closed its buffer."""
 
@@ -126,6 +129,11 @@ class Exchange:
             if failure is not None:
                 raise failure
             return list(rows)
+        if self.group in _left_alone:
+            self.close()  # so that nobody waits for this rank
+            raise failure or CommunicationError(
+                f"the group is out of step since {_left_alone[self.group]}", fix="Use another group, or leave."
+            )
         self._calls = sequence = next(self._sequence)
         call = f"call {sequence}: {call}"
         same = [_MAGIC if failure is None else -_MAGIC, sequence, zlib.crc32(call.encode())]
@@ -205,13 +213,12 @@ class Exchange:
             return
         for rank, (calls, why) in closed.items():
             if calls < self._calls:
-                raise CommunicationError(
-                    f"rank {rank} closed its buffer after call {calls}{why}, and does not come to {call}",
-                    fix="Close on all ranks, after the last call of each.",
-                )
+                found = f"rank {rank} closed its buffer after call {calls}{why}, and does not come to {call}"
+                _left_alone[self.group] = found
+                raise CommunicationError(found, fix="Close on all ranks, after the last call of each.")
 
     def _wait(self, work: dist.Work, call: str) -> None:
-        """Until the headers are there, looking for peers that closed."""
+        """Until it is done, looking for peers that closed."""
         while True:
             try:
                 work.wait(timedelta(seconds=_LOOK_SECS))
@@ -230,9 +237,8 @@ class Exchange:
         call: str,
         timeout: float | None = None,
     ) -> None:
-        """All-to-all, of at most ``timeout`` seconds where the peers may not come; of headers or texts without rows."""
-        looks = rows_in is None and self.name is not None and self._host.type == "cpu"
-        may_stay = timeout is not None or looks
+        """All-to-all, of at most ``timeout`` seconds where the peers may not come."""
+        may_stay = timeout is not None or (self.name is not None and got.device.type == "cpu")
         try:
             work = dist.all_to_all_single(got, sent, rows_in, rows_out, group=self.group, async_op=may_stay)
             if work is not None and may_stay:

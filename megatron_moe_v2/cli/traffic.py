@@ -62,6 +62,23 @@ class Traffic:
         self.spans.clear()
 
 
+class _Work:
+    """What an asynchronous collective returns: the time in its ``wait`` counts too."""
+
+    def __init__(self, work: Any, clock: Clock, traffic: Traffic) -> None:
+        self._work, self._clock, self._traffic = work, clock, traffic
+
+    def wait(self, *args: Any) -> Any:
+        start = self._clock.mark()
+        try:
+            return self._work.wait(*args)
+        finally:
+            self._traffic.spans.append((start, self._clock.mark()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 @contextmanager
 def counted(clock: Clock) -> Iterator[Traffic]:
     """Watch the collectives that are called as ``torch.distributed.NAME`` inside the block."""
@@ -74,7 +91,7 @@ def counted(clock: Clock) -> Iterator[Traffic]:
             start = clock.mark()
             result = function(*args, **kwargs)
             traffic.spans.append((start, clock.mark()))
-            return result
+            return result if result is None else _Work(result, clock, traffic)
 
         return call
 
