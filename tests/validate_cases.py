@@ -31,6 +31,8 @@ FAULTS = {
         def flipped(got, sent, rows_in=None, *args, **kwargs):
             work = original(got, sent, rows_in, *args, **kwargs)
             if rows_in is not None and RANK == 1 and len(got) > 3:
+                if work is not None:
+                    work.wait()
                 got[3, 7] += 1
             return work
         dist.all_to_all_single = flipped
