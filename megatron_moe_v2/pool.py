@@ -322,7 +322,7 @@ def check_sizes(hidden: object, num_topk: object, ceiling: object) -> None:
         ("num_topk", num_topk, (None,)),
         ("num_max_tokens_per_rank", ceiling, (None, "decode")),
     ):
-        if not any(value is other or value == other for other in others) and (type(value) is not int or value < 1):
+        if value not in others and (type(value) is not int or value < 1):
             also = "".join(f" or {other!r}" for other in others if other is not None)
             raise InputError(name, got=repr(value), expected=f"an integer from 1{also}")
 

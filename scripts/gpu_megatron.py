@@ -27,7 +27,6 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_times import at_estimate, kernels_of, milliseconds
+from gpu_times import Step, at_estimate, kernels_of, milliseconds
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -44,8 +43,6 @@ GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)
 PATHS = ("alltoall", "flex/token", "flex/expert")
 ESTIMATE = "flex/token at DeepEP's SM estimate"
 WARM_UP, ROUNDS, PROFILED = 3, 20, 7
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
