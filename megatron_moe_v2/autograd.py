@@ -157,8 +157,10 @@ class FusedDispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Collective over the group. Arguments as :func:`launch_dispatch`; returns :func:`outputs`."""
         received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
-        finish(event)
-        received = complete(received)
+        if event.event is not None:
+            finish(event)
+        if call.to_complete:
+            received = complete(received)
         keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])
         ctx.weights_dtype = topk_weights.dtype
         return outputs(received)

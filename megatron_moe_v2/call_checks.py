@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
-from .communication import Call, DispatchHandle
+from .communication import Call, DispatchHandle, check_flags
 from .errors import CaptureError, HandleError, InputError, LimitError, MoEError
 from .fp8 import ScaleFormat
 from .fp8_wire import buffer_hidden, check_gradient, check_options, check_tokens
@@ -33,12 +33,11 @@ def recall(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tupl
     """
     try:
         num_tokens, hidden = x.shape
-        rows, num_topk = shape = idx.shape
-        device = x.device
-        if rows != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
+        shape, device = idx.shape, x.device
+        if shape[0] != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
             return None, None
-        kinds = map(type, options)  # 8 equals 8.0, and 1 True
-        key = (group, hidden, num_topk, device, x.dtype, idx.dtype, weights.dtype, options, *kinds)
+        kinds = tuple(map(type, options))  # 8 equals 8.0, and 1 True
+        key = (group, hidden, shape[1], device, x.dtype, idx.dtype, weights.dtype, options, kinds)
         call = pool.calls.get(key)
     except Exception:  # whatever it is, the checks find it, and tell the other ranks
         return None, None
@@ -69,6 +68,8 @@ def resolve(
         for name, number in (("num_experts", num_experts), ("expert_alignment", expert_alignment)):
             if type(number) is not int:
                 raise InputError(name, got=repr(number), expected="an integer")
+        check_flags(static_shapes=static_shapes)
+        check_flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         _check_tensors(x, idx, weights, layout, expert_alignment)
         if fp8 is not None or dequantize is not True or fp8_backward is not False:
             check_options(fp8, dequantize, fp8_backward)

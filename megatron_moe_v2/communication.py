@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from array import array
+import struct
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -19,6 +20,7 @@ from torch.compiler import is_compiling
 
 from .agreement import post_failure, posted_failure
 from .buffers.contract import HandleSkeleton
+from .buffers.deepep import explained
 from .buffers.layout import align_counts
 from .errors import CaptureError, CommunicationError, InputError
 from .fp8 import QuantizedRows, ScaleFormat, dequantize
@@ -36,6 +38,7 @@ __all__ = [
     "Call",
     "DispatchHandle",
     "Received",
+    "check_flags",
     "complete",
     "eager",
     "first_order",
@@ -65,6 +68,7 @@ class Call:
         dequantize: hand on the received FP8 rows in the dtype of the tokens.
         fp8_backward: the gradient of the combine travels in FP8 too.
         load_stats: counts what is received; set by :meth:`counted_by` alone, so that other calls pay nothing for it.
+        repeat: makes this dispatch of tensors like those of one that succeeded; set by :meth:`made_before` alone.
     """
 
     entry: PooledBuffer
@@ -78,6 +82,7 @@ class Call:
     dequantize: bool = True
     fp8_backward: bool = False
     load_stats: ExpertLoadStats | None = field(init=False, default=None)
+    repeat: Callable[..., Any] | None = field(init=False, default=None)
 
     @functools.cached_property
     def zero_padding(self) -> bool:
@@ -86,6 +91,11 @@ class Call:
     @functools.cached_property
     def counts_on_device(self) -> bool:
         return self.zero_padding or self.static_shapes
+
+    @functools.cached_property
+    def to_complete(self) -> bool:
+        """:func:`complete` has something to do."""
+        return self.counts_on_device or self.fp8 is not None
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -99,21 +109,53 @@ class Call:
         }
 
     def on_streams(self, async_finish: bool, allocate_on_comm_stream: bool) -> Call:
-        """The same call with these stream flags."""
+        """The same call with these stream flags.
+
+        Raises:
+            InputError: one of them is no bool.
+        """
         if self.async_finish == async_finish and self.allocate_on_comm_stream == allocate_on_comm_stream:
             return self
+        check_flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         return replace(self, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
 
     def counted_by(self, load_stats: ExpertLoadStats) -> Call:
         """The same call, counted."""
-        counted = copy.copy(self)
-        object.__setattr__(counted, "load_stats", load_stats)
-        return counted
+        return self._with(load_stats=load_stats, repeat=None)
+
+    def made_before(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Call:
+        """The same call, which succeeded with such tensors: of others like them only the rows are looked at again."""
+        as_they_are = topk_idx.dtype is torch.int64 and topk_weights.dtype is _weights_dtype(x)
+        if self.fp8 is not None or self.async_finish or self.allocate_on_comm_stream or not as_they_are:
+            return self
+        method = self.entry.repeated_dispatch(x.shape[1])
+        return self._with(repeat=functools.partial(method, **self.arguments_of_first(topk_idx.shape[1])))
+
+    def arguments_of_first(self, num_topk: int) -> dict[str, Any]:
+        """What a dispatch that repeats no routing is made with, beside tensors."""
+        num_sms = self.entry.num_sms_for(self.num_experts, num_topk, self.expert_layout)
+        synchronises = {"do_cpu_sync": False} if self.static_shapes else {}
+        return {**self.arguments, "num_sms": num_sms, **synchronises}
+
+    def _with(self, **fields: Any) -> Call:
+        other = copy.copy(self)
+        vars(other).update(fields)
+        return other
 
     def streams(self) -> dict[str, Any]:
+        """The stream arguments; none where neither flag is set."""
+        if not (self.async_finish or self.allocate_on_comm_stream):
+            return {}
         return launch_arguments(
             self.entry.buffer, async_finish=self.async_finish, allocate_on_comm_stream=self.allocate_on_comm_stream
         )
+
+
+def check_flags(**flags: object) -> None:
+    """Flags are bools: what merely counts as true was meant for something else."""
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise InputError(name, got=repr(flag), expected="True or False")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -153,60 +195,60 @@ class Received(NamedTuple):
     handle: DispatchHandle
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+def _begin(call: Call, operation: str, x: Tensor, phase: str) -> ExitStack | None:
+    """A call of the buffer begins, its preparation included; :func:`_came_back` or :func:`_failed` ends it.
 
-
-def _communicate(
-    call: Call,
-    operation: str,
-    x: Tensor,
-    method: Callable[..., Any],
-    prepare: Callable[[], Arguments],
-    phase: str | None,
-) -> Any:
-    """Call the buffer with what ``prepare`` returns, in the range of ``phase`` where somebody looks.
-
-    Whatever fails, in the preparation too, is explained, remembered and passed on; the stream is then what it was.
+    Returns:
+        What is to be undone then: the range of ``phase``, where somebody looks, and the stream, since DeepEP leaves its
+        own current where a call fails.
     """
-    if (ranges.nvtx or profiler._is_profiler_enabled) and phase is not None:
-        with named(phase):
-            return _communicate(call, operation, x, method, prepare, None)
-    entry, stream, reached = call.entry, None, False
+    entry = call.entry
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _refuse_in_capture(call, operation)
         entry.note_capture()
     entry.operations.note(operation, x.shape)
-    try:
-        args, more = prepare()
-        if call.async_finish or call.allocate_on_comm_stream:
-            if call.allocate_on_comm_stream and torch.cuda.is_initialized():
-                stream = torch.cuda.current_stream()
-            more.update(call.streams())
-        reached = True
-        result = method(*args, **more)
-        entry.operations.done()
-    except BaseException as error:
-        entry.operations.done()
-        if stream is not None:  # DeepEP leaves its own stream current then
-            torch.cuda.set_stream(stream)
-        if not reached and isinstance(error, Exception):
-            entry.fail(operation, error)
-        _pass_on(entry, error)
-        raise
+    looked_at = ranges.nvtx or profiler._is_profiler_enabled
+    if not (looked_at or call.allocate_on_comm_stream):
+        return None
+    undo = ExitStack()
+    if looked_at:
+        undo.enter_context(named(phase))
+    if call.allocate_on_comm_stream and torch.cuda.is_initialized():
+        undo.callback(torch.cuda.set_stream, torch.cuda.current_stream())
+    return undo
+
+
+def _came_back(entry: PooledBuffer, undo: ExitStack | None) -> None:
+    entry.operations.since = None
     entry.broken = False  # all ranks are in step
-    return result
+    if undo is not None:
+        undo.close()
 
 
-def _pass_on(entry: PooledBuffer, error: BaseException) -> None:
-    """Where the buffer has no channel for failures: explain another rank's by its word in the store, or leave word."""
-    if isinstance(error, CommunicationError):
+def _failed(call: Call, operation: str, undo: ExitStack | None, error: BaseException, *, reached: bool) -> None:
+    """Tell the ranks that wait, and raise what ``error`` means if that is something else.
+
+    ``reached``: the buffer raised it; else it comes from before that.
+    """
+    entry = call.entry
+    entry.operations.since = None
+    if undo is not None:
+        undo.close()
+    if not reached and isinstance(error, Exception):
+        entry.fail(operation, error)
+    if entry.backend.name == "embedded":  # which told them itself
+        entry.broken = entry.broken or isinstance(error, CommunicationError)
+        return
+    meant = explained(error, entry.group.rank(), entry.group.size())
+    if isinstance(meant, CommunicationError):
         entry.broken = True
-        if entry.backend.name != "embedded":
-            posted = posted_failure(entry.group, entry.operations.name, entry.operations.number - 1)
-            raise posted or CommunicationError(f"{error}\n{heartbeat.report(entry.group)}") from error
-    elif isinstance(error, Exception) and entry.backend.name != "embedded":
+        posted = posted_failure(entry.group, entry.operations.name, entry.operations.number - 1)
+        raise posted or CommunicationError(f"{meant}\n{heartbeat.report(entry.group)}") from error
+    if isinstance(meant, Exception):
         entry.broken = True  # the others will time out, and then make no collective with this rank
-        post_failure(entry.group, entry.operations.name, entry.operations.number, error)
+        post_failure(entry.group, entry.operations.name, entry.operations.number, meant)
+    if meant is not error:
+        raise meant from error
 
 
 def _refuse_in_capture(call: Call, operation: str) -> None:
@@ -236,35 +278,39 @@ def launch_dispatch(
         layout_cache: filled if it is empty; else rows come to lie as they lay in the dispatch that filled it, and no
             counts are exchanged.
     """
-    entry, known = call.entry, None
+    entry, known, operation = call.entry, None, "dispatch"
     if layout_cache is not None:
         known = layout_cache.handle
         _refuse_layout_of_elsewhere(layout_cache, x)
-
-    def prepare() -> Arguments:
-        weights_dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        weights = topk_weights if topk_weights.dtype is weights_dtype else topk_weights.to(weights_dtype)
-        more = {**call.arguments, "topk_weights": weights.contiguous()}
-        if known is None:
-            more["topk_idx"] = (topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long()).contiguous()
-            more["num_sms"] = entry.num_sms_for(call.num_experts, topk_idx.shape[1], call.expert_layout)
-            if call.static_shapes:
-                more["do_cpu_sync"] = False
-            if call.load_stats is not None:
-                most = entry.group.size() * entry.spec.num_max_tokens_per_rank
-                more["cumulative_local_expert_recv_stats"] = call.load_stats.counters(most)
-        else:
-            more["handle"], more["num_sms"] = known.ep_handle, known.ep_handle.num_sms
+        operation = "dispatch" if known is None else "repeated dispatch"
+    undo, reached = _begin(call, operation, x, operation), False
+    try:
         tokens: Any = x.contiguous()
-        if call.fp8 is not None:
-            tokens = quantized_for_wire(tokens, call.fp8)
-            more["use_tma_aligned_col_major_sf"] = call.fp8.column_major
-        return (tokens,), more
-
-    operation = "dispatch" if known is None else "repeated dispatch"
-    recv_x, recv_idx, recv_weights, ep_handle, event = _communicate(
-        call, operation, x, entry.buffer.dispatch, prepare, operation
-    )
+        if call.repeat is not None and known is None and x.shape[0] <= entry.spec.num_max_tokens_per_rank:
+            reached = True
+            results = call.repeat(tokens, topk_idx=topk_idx.contiguous(), topk_weights=topk_weights.contiguous())
+        else:
+            weights_dtype = _weights_dtype(x)
+            weights = topk_weights if topk_weights.dtype is weights_dtype else topk_weights.to(weights_dtype)
+            if known is None:
+                more = call.arguments_of_first(topk_idx.shape[1])
+                more["topk_idx"] = (topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long()).contiguous()
+                if call.load_stats is not None:
+                    most = entry.group.size() * entry.spec.num_max_tokens_per_rank
+                    more["cumulative_local_expert_recv_stats"] = call.load_stats.counters(most)
+            else:
+                more = {**call.arguments, "handle": known.ep_handle, "num_sms": known.ep_handle.num_sms}
+            if call.fp8 is not None:
+                tokens = quantized_for_wire(tokens, call.fp8)
+                more["use_tma_aligned_col_major_sf"] = call.fp8.column_major
+            more.update(call.streams(), topk_weights=weights.contiguous())
+            reached = True
+            results = entry.buffer.dispatch(tokens, **more)
+    except BaseException as error:
+        _failed(call, operation, undo, error, reached=reached)
+        raise
+    _came_back(entry, undo)
+    recv_x, recv_idx, recv_weights, ep_handle, event = results
     if call.counts_on_device:
         counts = ep_handle.num_unaligned_recv_tokens_per_expert
     else:
@@ -275,6 +321,11 @@ def launch_dispatch(
     if layout_cache is not None and known is None:
         layout_cache.fill(handle, captured=x.is_cuda and torch.cuda.is_current_stream_capturing())
     return Received(recv_x, recv_idx, recv_weights, counts, handle), event
+
+
+def _weights_dtype(x: Tensor) -> torch.dtype:
+    """In which the weights of such tokens travel."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def _refuse_layout_of_elsewhere(layout_cache: RoutingLayout, x: Tensor) -> None:
@@ -306,8 +357,8 @@ def complete(received: Received) -> Received:
 
 
 def _on_cpu(counts: list[int]) -> Tensor:
-    """int64 ``[L]``; through an array, several times faster than ``torch.tensor``."""
-    return torch.frombuffer(array("q", counts), dtype=torch.int64)
+    """int64 ``[L]``; through packed bytes, several times faster than ``torch.tensor``."""
+    return torch.frombuffer(bytearray(struct.pack(f"{len(counts)}q", *counts)), dtype=torch.int64)
 
 
 def launch_combine(
@@ -317,13 +368,18 @@ def launch_combine(
 
     ``phase`` is what a profiler calls it.
     """
-
-    def prepare() -> Arguments:
-        more = {"topk_weights": topk_weights, "num_sms": call.entry.combine_num_sms(ep_handle)}
-        return (x.contiguous(), ep_handle), more
-
-    result = _communicate(call, "combine", x, call.entry.buffer.combine, prepare, phase)
-    return cast("tuple[Tensor, Tensor | None, Any]", result)
+    entry = call.entry
+    undo, reached = _begin(call, "combine", x, phase), False
+    try:
+        rows, more = x.contiguous(), call.streams()
+        num_sms = entry.combine_num_sms(ep_handle)
+        reached = True
+        results = entry.buffer.combine(rows, ep_handle, topk_weights=topk_weights, num_sms=num_sms, **more)
+    except BaseException as error:
+        _failed(call, "combine", undo, error, reached=reached)
+        raise
+    _came_back(entry, undo)
+    return results
 
 
 def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor | QuantizedRows, Any]:
@@ -333,7 +389,11 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
     """
     in_fp8 = replace(call.fp8, column_major=False) if call.fp8 is not None and call.fp8_backward else None
 
-    def prepare() -> Arguments:
+    undo, reached = _begin(call, "cached dispatch", x, "combine backward"), False
+    try:
+        tokens: Any = x.contiguous()
+        if in_fp8 is not None:
+            tokens = quantized_for_wire(tokens, in_fp8)
         more = {
             "handle": ep_handle,
             "num_experts": ep_handle.num_experts,
@@ -342,13 +402,14 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
             "num_sms": ep_handle.num_sms,
             "do_expand": ep_handle.do_expand,
             "do_zero_padding": call.zero_padding,
+            **call.streams(),
         }
-        tokens = x.contiguous()
-        return (tokens if in_fp8 is None else quantized_for_wire(tokens, in_fp8),), more
-
-    recv_x, _, _, _, event = _communicate(
-        call, "cached dispatch", x, call.entry.buffer.dispatch, prepare, "combine backward"
-    )
+        reached = True
+        recv_x, _, _, _, event = call.entry.buffer.dispatch(tokens, **more)
+    except BaseException as error:
+        _failed(call, "cached dispatch", undo, error, reached=reached)
+        raise
+    _came_back(call.entry, undo)
     return recv_x if in_fp8 is None else received_rows(recv_x, in_fp8, x), event
 
 

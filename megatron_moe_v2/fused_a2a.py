@@ -196,7 +196,7 @@ def fused_dispatch(
     else:
         delivered = launch_pending_dispatch(call, x, token_indices, token_probs, layout_cache)
     if known is None and key is not None:
-        pool.calls[key] = made
+        pool.calls[key] = made.made_before(x, token_indices, token_probs)
     return delivered
 
 
@@ -256,11 +256,11 @@ def fused_combine(
     group = resolve_group(group)
     try:
         check_handle(x, group, handle)
+        call = handle.call.on_streams(async_finish or not wait, allocate_on_comm_stream)
     except BufferClosedError:
         raise
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         pool.fail(group, "combine", error)
-    call = handle.call.on_streams(async_finish or not wait, allocate_on_comm_stream)
     if call.entry.check:
         refuse_check_in_capture(x)
         compare("combine", call, x)

@@ -44,32 +44,32 @@ class Operations:
         posted, warned: the last operations that :mod:`watchdog` left word of and spoke of.
     """
 
-    def __init__(self, group: dist.ProcessGroup, latest: list[Any]) -> None:
+    def __init__(self, group: dist.ProcessGroup, beat: Heartbeat) -> None:
         self.name = f"{group.group_name}/{next(_namesakes[group.group_name])}"
         self.ranks = dist.get_process_group_ranks(group)
         self.number = self.posted = self.warned = 0
         self.operation, self.shape = "nothing", ()  # type: tuple[str, tuple[int, ...]]
         self.since: float | None = None
         self.thread = 0
-        self._latest = latest
+        self._beat = beat
 
     def note(self, operation: str, shape: tuple[int, ...]) -> None:
         """An operation of the group is about to be launched."""
         self.number += 1
         self.operation, self.shape = operation, shape
         self.thread, self.since = threading.get_ident(), time.monotonic()
-        self._latest[:] = self.number, operation, shape
-
-    def done(self) -> None:
-        """The host came back from it."""
-        self.since = None
+        self._beat.latest = self
 
 
 class Heartbeat:
-    """The heartbeat of this process."""
+    """The heartbeat of this process.
+
+    Attributes:
+        latest: the group's that launched an operation last.
+    """
 
     def __init__(self) -> None:
-        self._latest: list[Any] = [0, "nothing", ()]
+        self.latest: Operations | None = None
         self._operations: weakref.WeakKeyDictionary[dist.ProcessGroup, Operations] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -79,7 +79,7 @@ class Heartbeat:
         """The group's count."""
         found = self._operations.get(group)
         if found is None:
-            found = self._operations[group] = Operations(group, self._latest)
+            found = self._operations[group] = Operations(group, self)
         return found
 
     def start(self) -> None:
@@ -100,7 +100,8 @@ class Heartbeat:
         beat = 0
         while dist.is_initialized() and not self._stopped.is_set():
             beat += 1
-            number, operation, shape = self._latest
+            last = self.latest
+            number, operation, shape = (last.number, last.operation, last.shape) if last else (0, "nothing", ())
             word = {**own, "beat": beat, "number": number, "operation": operation, "shape": list(shape)}
             try:
                 store.set(_key(rank), json.dumps(word))

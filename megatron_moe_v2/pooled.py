@@ -107,6 +107,12 @@ class PooledBuffer:
             raise BufferClosedError("the buffer was closed", fix="Call prepare_buffer() or dispatch again.")
         return self._built.buffer
 
+    def repeated_dispatch(self, hidden: int) -> Callable[..., Any]:
+        """What makes a dispatch again whose like, but for its rows, this buffer carried before."""
+        if self._built is None or self._built.repeated_dispatch is None:
+            return self.buffer.dispatch
+        return self._built.repeated_dispatch(hidden)
+
     def require_usable(self) -> None:
         """Raise :class:`BufferClosedError` unless the buffer is usable."""
         if not self.usable:

@@ -178,6 +178,7 @@ def _tune(call: Call, hidden: int, num_topk: int, layout: str) -> None:
             best[phase] = min(best.get(phase, (float("inf"), 0)), (_milliseconds(run), count))
     decided = _together(call, f"tuning of the {layout} layout", {phase: count for phase, (_, count) in best.items()})
     entry.tuned[call.expert_layout] = (decided["dispatch"], decided["combine"])
+    pool.calls.clear()  # they are made with the counts of before
     if entry.group.rank() == 0:
         logger.info("tuned the %s layout over SM counts %s: %s", layout, counts, decided)
 

@@ -94,6 +94,9 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
         "weights on another device": ("InputError", other("token_probs", torch.ones(3, 2, device="meta"))),
         "alignment 0": ("InputError", lambda: dispatch(layout="expert", expert_alignment=0 if bad else 4)),
         "a ceiling that is a list": ("InputError", lambda: dispatch(num_max_tokens_per_rank=[12] if bad else None)),
+        "a ceiling as a float": ("InputError", lambda: dispatch(num_max_tokens_per_rank=12.0 if bad else 12)),
+        "a flag that is a word": ("InputError", lambda: dispatch(async_finish="no" if bad else False)),
+        "static shapes as a number": ("InputError", lambda: dispatch(static_shapes=1 if bad else True)),
         "True experts": ("InputError", lambda: dispatch(num_experts=True if bad else 12)),
         "rows above the ceiling": ("CapacityError", lambda: dispatch(inputs(rows=CEILING + 1 if bad else 3))),
         "another layout": ("RankMismatchError", lambda: dispatch(layout="expert" if bad else "token")),
@@ -111,6 +114,12 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
 
         calls |= {
             "combine: a row more": ("HandleError", combined(lambda rows: torch.cat([rows, rows[:1]]))),
+            "combine: a flag that is a word": (
+                "InputError",
+                lambda: fused_combine(
+                    torch.ones(handle.num_rows, 8), None, handle, async_finish="no" if bad else False
+                ),
+            ),
             "combine: flat": ("HandleError", combined(lambda rows: rows.flatten())),
             "combine: integers": ("MoEError", combined(lambda rows: rows.long())),
             "combine: nothing": ("InputError", combined(lambda rows: None)),

@@ -46,18 +46,19 @@ STREAM_FLAGS = [
 # What the buffer is asked.
 
 
-def recorded(rank: int, world: int, scene: Scene, flags: dict[str, bool]) -> list[Call]:
-    """The four calls of a forward and backward, without tensors; backward neither looks up a buffer nor builds one."""
+def recorded(rank: int, world: int, scene: Scene, flags: dict[str, bool], steps: int = 1) -> list[Call]:
+    """The four calls of each step, without tensors; backward neither looks up a buffer nor builds one."""
     layer = Layer(scene)
-    x, weights, matrices, biases = leaves(layer, rank)
     with buffers(adversary=scene.adversary, kind=Recorder) as built:
         prepare_buffer(hidden=scene.hidden, num_topk=scene.topk, num_sms=14)
-        recv_x, recv_idx, recv_weights, _, handle = dispatch_of(layer, rank, x, weights, **flags)
-        padded = handle.padded_tokens_per_expert.tolist()
-        rows = run_experts(recv_x, recv_idx, recv_weights, padded, matrices, biases)
-        y = combine_of(rows, handle, **flags)
-        with replaced(BufferPool, "obtain", None), replaced(embedded, "EmbeddedElasticBuffer", None):
-            y.sum().backward()
+        for _ in range(steps):
+            x, weights, matrices, biases = leaves(layer, rank)
+            recv_x, recv_idx, recv_weights, _, handle = dispatch_of(layer, rank, x, weights, **flags)
+            padded = handle.padded_tokens_per_expert.tolist()
+            rows = run_experts(recv_x, recv_idx, recv_weights, padded, matrices, biases)
+            y = combine_of(rows, handle, **flags)
+            with replaced(BufferPool, "obtain", None), replaced(embedded, "EmbeddedElasticBuffer", None):
+                y.sum().backward()
         (recorder,) = built
         assert isinstance(recorder, Recorder)
         return [dataclasses.replace(call, arguments=_plain(call.arguments)) for call in recorder.calls]
@@ -102,6 +103,13 @@ def test_every_call_follows_the_contract(ranks2: RankPool, layout: str, flags: d
             assert event == (EventHandle.__name__ if flags["allocate_on_comm_stream"] else None)
             assert bool(arguments.get("async_with_compute_stream")) == bool(flags["async_finish"])
             assert bool(arguments.get("allocate_on_comm_stream")) == bool(flags["allocate_on_comm_stream"])
+
+
+@pytest.mark.parametrize("flags", STREAM_FLAGS, ids=lambda f: ", ".join(k for k, v in f.items() if v) or "neither")
+@pytest.mark.parametrize("layout", BOTH_LAYOUTS)
+def test_a_call_made_again_is_made_alike(ranks2: RankPool, layout: str, flags: dict[str, bool]) -> None:
+    for calls in ranks2.run(recorded, scene_for(2, layout), flags, 3):
+        assert calls[:4] == calls[4:8] == calls[8:]
 
 
 def ceilings(rank: int, world: int, scene: Scene) -> list[tuple[str, int, int]]:

@@ -242,9 +242,12 @@ class BuiltBuffer(NamedTuple):
             then raises; None where the buffer has no channel for it.
         kind: the class that does the work.
         announce: compares a text between all ranks before something else than a call of the buffer; None as above.
+        repeated_dispatch: for a hidden size, the dispatch of tensors like those of one that succeeded, in all but their
+            rows, which do not exceed the ceiling; None: the buffer's own, whatever it is called with.
     """
 
     buffer: ElasticBufferLike
     report_failure: Callable[[str, Exception], NoReturn] | None
     kind: type
     announce: Callable[[str], None] | None = None
+    repeated_dispatch: Callable[[int], Callable[..., Any]] | None = None

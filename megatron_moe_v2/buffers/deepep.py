@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import BackendError, CommunicationError, HandleError, InputError, LimitError
+from ..errors import BackendError, CommunicationError, HandleError, InputError, LimitError, MoEError
 
-__all__ = ["bring_up", "check_cached", "check_dtype", "check_event", "raise_explained", "translated"]
+__all__ = ["bring_up", "check_cached", "check_dtype", "check_event", "explained"]
 
 
 def bring_up(group: dist.ProcessGroup) -> None:
@@ -48,39 +48,29 @@ def check_event(event: Any, kind: type, on_comm_stream: bool) -> None:
         raise InputError("previous_event without allocate_on_comm_stream", fix="Set allocate_on_comm_stream=True.")
 
 
-def translated(function: Any, rank: int, num_ranks: int, *args: Any, **kwargs: Any) -> Any:
-    """Call DeepEP.
+def explained(error: BaseException, rank: int, num_ranks: int) -> BaseException:
+    """What an exception of DeepEP means.
 
-    Raises:
-        CommunicationError, BackendError: as :func:`raise_explained`.
+    Returns:
+        A :class:`CommunicationError`: another rank did not come in time, or the CUDA context is lost. A
+        :class:`BackendError`: one of DeepEP's own assertions. Any other exception as it is.
     """
-    try:
-        return function(*args, **kwargs)
-    except (RuntimeError, AssertionError) as error:
-        raise_explained(error, rank, num_ranks)
-
-
-def raise_explained(error: Exception, rank: int, num_ranks: int) -> NoReturn:
-    """Raise what an exception of DeepEP means.
-
-    Raises:
-        CommunicationError: another rank did not come in time, or the CUDA context is lost.
-        BackendError: one of DeepEP's own assertions.
-    """
+    if isinstance(error, MoEError) or not isinstance(error, (RuntimeError, AssertionError)):
+        return error
     text = str(error)
     first = text.splitlines()[0] if text else type(error).__name__
     if "CPU wait" in text or "timeout" in text.lower():
-        raise CommunicationError(
+        return CommunicationError(
             f"rank {rank} of {num_ranks} waited in vain for another rank",
             got=first,
             fix="Look for the first error in the other ranks' logs.",
-        ) from error
+        )
     if "CUDA error" in text:
-        raise CommunicationError(
+        return CommunicationError(
             f"the CUDA context of rank {rank} is lost",
             got=first,
             fix="A kernel waited longer than the GPU time-out, or failed; this process can only end.",
-        ) from error
+        )
     if isinstance(error, AssertionError) or "assert" in text.lower():
-        raise BackendError(f"DeepEP refused the call: {first}") from error
-    raise error
+        return BackendError(f"DeepEP refused the call: {first}")
+    return error

@@ -22,7 +22,7 @@ from ..probe import probe
 from . import layout
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer, EPHandle
-from .deepep import bring_up, check_cached, check_dtype, check_event, translated
+from .deepep import bring_up, check_cached, check_dtype, check_event
 
 __all__ = ["LegacyElasticBuffer", "LegacyHandle", "build", "precheck"]
 
@@ -333,7 +333,7 @@ class LegacyElasticBuffer:
 
     def _call(self, num_sms: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         with _at(type(self.raw), num_sms):
-            return translated(function, self.rank_idx, self.num_ranks, *args, **kwargs)
+            return function(*args, **kwargs)
 
     def _num_sms_of(self, wish: int) -> int:
         """SM count of a call. More than the buffer is sized for would be an assertion."""

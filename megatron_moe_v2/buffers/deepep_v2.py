@@ -1,12 +1,13 @@
 """The real DeepEP V2, with its limits checked on the host first.
 
 ``GuardedElasticBuffer`` passes dispatch and combine on to ``deep_ep.ElasticBuffer`` and changes nothing but this: what
-DeepEP would answer with a bare assertion or a device trap is a typed error before any kernel, a hidden size that is no
-multiple of 256 is padded and cut, and a time-out says so. Legend as in ``contract``.
+DeepEP would answer with a bare assertion or a device trap is a typed error before any kernel, and a hidden size that is
+no multiple of 256 is padded and cut. Legend as in ``contract``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from . import fabric
 from .channels import Token, cached_num_sms, channels_per_sm, sms_of_both
 from .checks import check_combine_rows, check_num_experts, check_rows
 from .contract import BuiltBuffer
-from .deepep import bring_up, check_cached, check_dtype, check_event, raise_explained
+from .deepep import bring_up, check_cached, check_dtype, check_event
 
 __all__ = ["GuardedElasticBuffer", "build", "padded_hidden", "precheck"]
 
@@ -71,7 +72,8 @@ def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     sizes["num_allocated_qps"] = fabric.allocated_qps(sizes["num_allocated_qps"], hybrid=sizes["allow_hybrid_mode"])
     bring_up(group)
     raw = found.ElasticBuffer(group, explicitly_destroy=True, **sizes)
-    return BuiltBuffer(GuardedElasticBuffer(raw, sizes["hidden"]), None, found.ElasticBuffer)
+    buffer = GuardedElasticBuffer(raw, sizes["hidden"])
+    return BuiltBuffer(buffer, None, found.ElasticBuffer, repeated_dispatch=buffer.repeated_dispatch)
 
 
 class GuardedElasticBuffer:
@@ -104,66 +106,52 @@ class GuardedElasticBuffer:
         return int(self.raw.get_theoretical_num_sms(num_experts, num_topk))
 
     def dispatch(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        *,
-        num_max_tokens_per_rank: int,
-        num_experts: int,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        handle: Any = None,
-        do_expand: bool = False,
-        **arguments: Any,
+        self, x: Tensor | tuple[Tensor, Tensor], **arguments: Any
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, Any]:
-        """As ``ElasticBuffer.dispatch``. Collective over the group."""
-        raw = self.raw
+        """As ``ElasticBuffer.dispatch``, whose arguments but ``x`` go by keyword. Collective over the group."""
+        raw, ceiling = self.raw, arguments["num_max_tokens_per_rank"]
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         num_tokens, hidden = tokens.shape
         dtype = torch.bfloat16 if scales is None else torch.float8_e4m3fn
         if raw.runtime is None or tokens.dtype is not dtype or not tokens.is_cuda or hidden > self._hidden:
             self._refuse_tokens(tokens, hidden, dtype)
-        if num_tokens > num_max_tokens_per_rank:
-            check_rows(num_tokens, num_max_tokens_per_rank)
+        if num_tokens > ceiling:
+            check_rows(num_tokens, ceiling)
         if "async_with_compute_stream" in arguments or "previous_event" in arguments:
             self._check_streams(arguments)
+        handle: Any = arguments.get("handle")
+        topk_idx: Any = arguments.get("topk_idx")
         if handle is not None:
-            check_cached(tokens, handle, do_expand)
+            check_cached(tokens, handle, arguments.get("do_expand", False))
         elif topk_idx is None:
             raise InputError("topk_idx", got=None, expected="[T, K] where no handle is given")
         else:
-            experts = num_experts, topk_idx.shape[1]
+            experts = arguments["num_experts"], topk_idx.shape[1]
             if experts != self._checked:
                 self._check_experts(*experts)
                 self._checked = experts
             if topk_idx.dtype is not self._topk_idx_dtype:
-                topk_idx = topk_idx.to(self._topk_idx_dtype)
+                arguments["topk_idx"] = topk_idx.to(self._topk_idx_dtype)
         if scales is not None:
             check_scales(scales, tokens)
             self._sent_fp8 = True
         elif hidden % HIDDEN_MULTIPLE:
             x = self._padded(tokens, arguments)
         if self._sent_fp8 and raw.num_scaleout_ranks > 1:
-            num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
+            num_topk = (topk_idx if handle is None else handle.topk_idx).shape[1]
             num_scales = None if scales is None else scales.shape[1]
             arguments["num_sms"] = self._hybrid_num_sms(
-                arguments.get("num_sms", 0), handle, num_experts, num_topk, hidden, num_scales
+                arguments.get("num_sms", 0), handle, arguments["num_experts"], num_topk, hidden, num_scales
             )
-        try:
-            received = raw.dispatch(
-                x,
-                topk_idx=topk_idx,
-                topk_weights=topk_weights,
-                handle=handle,
-                num_experts=num_experts,
-                num_max_tokens_per_rank=num_max_tokens_per_rank,
-                do_expand=do_expand,
-                **arguments,
-            )
-        except (RuntimeError, AssertionError) as error:
-            raise_explained(error, raw.rank_idx, raw.num_ranks)
+        received = raw.dispatch(x, **arguments)
         if scales is None and hidden % HIDDEN_MULTIPLE:
             return received[0][:, :hidden].contiguous(), *received[1:]
         return received  # type: ignore[no-any-return]
+
+    def repeated_dispatch(self, hidden: int) -> Callable[..., Any]:
+        """DeepEP's own dispatch, for tensors that :meth:`dispatch` let pass and changed nothing of."""
+        changed = hidden % HIDDEN_MULTIPLE or self._topk_idx_dtype is not torch.int64 or self.raw.num_scaleout_ranks > 1
+        return self.dispatch if changed else self.raw.dispatch
 
     def combine(
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **arguments: Any
@@ -179,10 +167,7 @@ class GuardedElasticBuffer:
             raise LimitError("topk_weights in the expert layout", expected="a buffer with allow_multiple_reduction")
         if hidden % HIDDEN_MULTIPLE:
             x = self._padded(x, arguments)
-        try:
-            combined, weights, event = self.raw.combine(x, handle, topk_weights=topk_weights, **arguments)
-        except (RuntimeError, AssertionError) as error:
-            raise_explained(error, self.raw.rank_idx, self.raw.num_ranks)
+        combined, weights, event = self.raw.combine(x, handle, topk_weights=topk_weights, **arguments)
         if hidden % HIDDEN_MULTIPLE:
             combined = combined[:, :hidden].contiguous()
         return combined, weights, event
