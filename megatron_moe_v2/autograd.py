@@ -157,8 +157,7 @@ class FusedDispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Collective over the group. Arguments as :func:`launch_dispatch`; returns :func:`outputs`."""
         received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
-        if event.event is not None:
-            finish(event)
+        finish(event)
         if call.to_complete:
             received = complete(received)
         keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])

@@ -33,11 +33,12 @@ def recall(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tupl
     """
     try:
         num_tokens, hidden = x.shape
-        shape, device = idx.shape, x.device
-        if shape[0] != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
+        rows, num_topk = shape = idx.shape
+        device = x.device
+        if rows != num_tokens or weights.shape != shape or idx.device != device or weights.device != device:
             return None, None
         kinds = tuple(map(type, options))  # 8 equals 8.0, and 1 True
-        key = (group, hidden, shape[1], device, x.dtype, idx.dtype, weights.dtype, options, kinds)
+        key = (group, hidden, num_topk, device, x.dtype, idx.dtype, weights.dtype, options, kinds)
         call = pool.calls.get(key)
     except Exception:  # whatever it is, the checks find it, and tell the other ranks
         return None, None
@@ -139,6 +140,8 @@ def _check_tensors(x: Tensor, idx: Tensor, weights: Tensor, layout: str, alignme
         if not isinstance(tensor, Tensor) or tensor.dim() != 2:
             got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(name, got=got, expected="a 2-D tensor")
+        if tensor.layout is not torch.strided:
+            raise InputError(name, got=tensor.layout, expected="a dense tensor")
         if tensor.device != x.device:
             raise InputError(f"device of {name}", got=tensor.device, expected=f"{x.device}, that of x")
     if not x.dtype.is_floating_point or x.element_size() < 2:

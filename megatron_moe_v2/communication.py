@@ -10,7 +10,6 @@ import copy
 import functools
 import struct
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -18,16 +17,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .agreement import post_failure, posted_failure
 from .buffers.contract import HandleSkeleton
-from .buffers.deepep import explained
 from .buffers.layout import align_counts
-from .errors import CaptureError, CommunicationError, InputError
+from .errors import CaptureError, InputError
 from .fp8 import QuantizedRows, ScaleFormat, dequantize
 from .fp8_wire import quantized_for_wire, received_rows
-from .heartbeat import heartbeat
+from .launch import Launch
 from .pool import PooledBuffer
-from .ranges import named, profiler, ranges
 from .recompute import RoutingLayout
 from .streams import launch_arguments
 
@@ -68,7 +64,8 @@ class Call:
         dequantize: hand on the received FP8 rows in the dtype of the tokens.
         fp8_backward: the gradient of the combine travels in FP8 too.
         load_stats: counts what is received; set by :meth:`counted_by` alone, so that other calls pay nothing for it.
-        repeat: makes this dispatch of tensors like those of one that succeeded; set by :meth:`made_before` alone.
+        repeat: what this dispatch is made with, beside tensors like those of one that succeeded; set by
+            :meth:`made_before` alone.
     """
 
     entry: PooledBuffer
@@ -81,8 +78,8 @@ class Call:
     fp8: ScaleFormat | None = None
     dequantize: bool = True
     fp8_backward: bool = False
-    load_stats: ExpertLoadStats | None = field(init=False, default=None)
-    repeat: Callable[..., Any] | None = field(init=False, default=None)
+    load_stats: ExpertLoadStats | None = field(init=False, default=None, compare=False, repr=False)
+    repeat: dict[str, Any] | None = field(init=False, default=None, compare=False, repr=False)
 
     @functools.cached_property
     def zero_padding(self) -> bool:
@@ -95,7 +92,7 @@ class Call:
     @functools.cached_property
     def to_complete(self) -> bool:
         """:func:`complete` has something to do."""
-        return self.counts_on_device or self.fp8 is not None
+        return self.counts_on_device or (self.fp8 is not None and self.dequantize)
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -114,7 +111,7 @@ class Call:
         Raises:
             InputError: one of them is no bool.
         """
-        if self.async_finish == async_finish and self.allocate_on_comm_stream == allocate_on_comm_stream:
+        if self.async_finish is async_finish and self.allocate_on_comm_stream is allocate_on_comm_stream:
             return self
         check_flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         return replace(self, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
@@ -126,12 +123,12 @@ class Call:
     def made_before(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Call:
         """The same call, which succeeded with such tensors: of others like them only the rows are looked at again."""
         as_they_are = topk_idx.dtype is torch.int64 and topk_weights.dtype is _weights_dtype(x)
-        if self.fp8 is not None or self.async_finish or self.allocate_on_comm_stream or not as_they_are:
+        plain = as_they_are and self.fp8 is None and not (self.async_finish or self.allocate_on_comm_stream)
+        if not (plain and self.entry.passes_on(x.shape[1])):
             return self
-        method = self.entry.repeated_dispatch(x.shape[1])
-        return self._with(repeat=functools.partial(method, **self.arguments_of_first(topk_idx.shape[1])))
+        return self._with(repeat=self.uncached_arguments(topk_idx.shape[1]))
 
-    def arguments_of_first(self, num_topk: int) -> dict[str, Any]:
+    def uncached_arguments(self, num_topk: int) -> dict[str, Any]:
         """What a dispatch that repeats no routing is made with, beside tensors."""
         num_sms = self.entry.num_sms_for(self.num_experts, num_topk, self.expert_layout)
         synchronises = {"do_cpu_sync": False} if self.static_shapes else {}
@@ -195,75 +192,6 @@ class Received(NamedTuple):
     handle: DispatchHandle
 
 
-def _begin(call: Call, operation: str, x: Tensor, phase: str) -> ExitStack | None:
-    """A call of the buffer begins, its preparation included; :func:`_came_back` or :func:`_failed` ends it.
-
-    Returns:
-        What is to be undone then: the range of ``phase``, where somebody looks, and the stream, since DeepEP leaves its
-        own current where a call fails.
-    """
-    entry = call.entry
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        _refuse_in_capture(call, operation)
-        entry.note_capture()
-    entry.operations.note(operation, x.shape)
-    looked_at = ranges.nvtx or profiler._is_profiler_enabled
-    if not (looked_at or call.allocate_on_comm_stream):
-        return None
-    undo = ExitStack()
-    if looked_at:
-        undo.enter_context(named(phase))
-    if call.allocate_on_comm_stream and torch.cuda.is_initialized():
-        undo.callback(torch.cuda.set_stream, torch.cuda.current_stream())
-    return undo
-
-
-def _came_back(entry: PooledBuffer, undo: ExitStack | None) -> None:
-    entry.operations.since = None
-    entry.broken = False  # all ranks are in step
-    if undo is not None:
-        undo.close()
-
-
-def _failed(call: Call, operation: str, undo: ExitStack | None, error: BaseException, *, reached: bool) -> None:
-    """Tell the ranks that wait, and raise what ``error`` means if that is something else.
-
-    ``reached``: the buffer raised it; else it comes from before that.
-    """
-    entry = call.entry
-    entry.operations.since = None
-    if undo is not None:
-        undo.close()
-    if not reached and isinstance(error, Exception):
-        entry.fail(operation, error)
-    if entry.backend.name == "embedded":  # which told them itself
-        entry.broken = entry.broken or isinstance(error, CommunicationError)
-        return
-    meant = explained(error, entry.group.rank(), entry.group.size())
-    if isinstance(meant, CommunicationError):
-        entry.broken = True
-        posted = posted_failure(entry.group, entry.operations.name, entry.operations.number - 1)
-        raise posted or CommunicationError(f"{meant}\n{heartbeat.report(entry.group)}") from error
-    if isinstance(meant, Exception):
-        entry.broken = True  # the others will time out, and then make no collective with this rank
-        post_failure(entry.group, entry.operations.name, entry.operations.number, meant)
-    if meant is not error:
-        raise meant from error
-
-
-def _refuse_in_capture(call: Call, operation: str) -> None:
-    """A call that synchronises the host cannot be captured."""
-    entry, reason = call.entry, None
-    if entry.backend.name != "deepep_v2":
-        reason = f"{entry.backend.class_name} synchronises the host in every call"
-    elif operation == "dispatch" and not call.static_shapes:
-        reason = "the host waits for the counts: pass static_shapes=True"
-    elif operation == "dispatch" and call.expert_layout and entry.spec.deterministic:
-        reason = "sorting the expert layout, which DETERMINISTIC=1 asks for, synchronises the host"
-    if reason is not None:
-        raise CaptureError(f"{operation} inside a CUDA graph capture", fix=f"Keep it outside: {reason}.")
-
-
 def launch_dispatch(
     call: Call, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layout_cache: RoutingLayout | None = None
 ) -> tuple[Received, Any]:
@@ -283,17 +211,17 @@ def launch_dispatch(
         known = layout_cache.handle
         _refuse_layout_of_elsewhere(layout_cache, x)
         operation = "dispatch" if known is None else "repeated dispatch"
-    undo, reached = _begin(call, operation, x, operation), False
-    try:
+    with Launch(call, operation, x, operation) as launch:
         tokens: Any = x.contiguous()
         if call.repeat is not None and known is None and x.shape[0] <= entry.spec.num_max_tokens_per_rank:
-            reached = True
-            results = call.repeat(tokens, topk_idx=topk_idx.contiguous(), topk_weights=topk_weights.contiguous())
+            topk_idx, topk_weights = topk_idx.contiguous(), topk_weights.contiguous()
+            launch.reached = True
+            results = entry.beneath.dispatch(tokens, topk_idx=topk_idx, topk_weights=topk_weights, **call.repeat)
         else:
             weights_dtype = _weights_dtype(x)
             weights = topk_weights if topk_weights.dtype is weights_dtype else topk_weights.to(weights_dtype)
             if known is None:
-                more = call.arguments_of_first(topk_idx.shape[1])
+                more = call.uncached_arguments(topk_idx.shape[1])
                 more["topk_idx"] = (topk_idx if topk_idx.dtype is torch.int64 else topk_idx.long()).contiguous()
                 if call.load_stats is not None:
                     most = entry.group.size() * entry.spec.num_max_tokens_per_rank
@@ -303,13 +231,10 @@ def launch_dispatch(
             if call.fp8 is not None:
                 tokens = quantized_for_wire(tokens, call.fp8)
                 more["use_tma_aligned_col_major_sf"] = call.fp8.column_major
-            more.update(call.streams(), topk_weights=weights.contiguous())
-            reached = True
+            more["topk_weights"] = weights.contiguous()
+            more.update(call.streams())
+            launch.reached = True
             results = entry.buffer.dispatch(tokens, **more)
-    except BaseException as error:
-        _failed(call, operation, undo, error, reached=reached)
-        raise
-    _came_back(entry, undo)
     recv_x, recv_idx, recv_weights, ep_handle, event = results
     if call.counts_on_device:
         counts = ep_handle.num_unaligned_recv_tokens_per_expert
@@ -368,18 +293,11 @@ def launch_combine(
 
     ``phase`` is what a profiler calls it.
     """
-    entry = call.entry
-    undo, reached = _begin(call, "combine", x, phase), False
-    try:
-        rows, more = x.contiguous(), call.streams()
-        num_sms = entry.combine_num_sms(ep_handle)
-        reached = True
-        results = entry.buffer.combine(rows, ep_handle, topk_weights=topk_weights, num_sms=num_sms, **more)
-    except BaseException as error:
-        _failed(call, "combine", undo, error, reached=reached)
-        raise
-    _came_back(entry, undo)
-    return results
+    with Launch(call, "combine", x, phase) as launch:
+        rows, num_sms = x.contiguous(), call.entry.combine_num_sms(ep_handle)
+        streams = call.streams()
+        launch.reached = True
+        return call.entry.buffer.combine(rows, ep_handle, topk_weights=topk_weights, num_sms=num_sms, **streams)
 
 
 def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tensor | QuantizedRows, Any]:
@@ -388,9 +306,7 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
     After the wait the rows go through :func:`opened`.
     """
     in_fp8 = replace(call.fp8, column_major=False) if call.fp8 is not None and call.fp8_backward else None
-
-    undo, reached = _begin(call, "cached dispatch", x, "combine backward"), False
-    try:
+    with Launch(call, "cached dispatch", x, "combine backward") as launch:
         tokens: Any = x.contiguous()
         if in_fp8 is not None:
             tokens = quantized_for_wire(tokens, in_fp8)
@@ -404,12 +320,8 @@ def launch_cached_dispatch(call: Call, x: Tensor, ep_handle: Any) -> tuple[Tenso
             "do_zero_padding": call.zero_padding,
             **call.streams(),
         }
-        reached = True
+        launch.reached = True
         recv_x, _, _, _, event = call.entry.buffer.dispatch(tokens, **more)
-    except BaseException as error:
-        _failed(call, "cached dispatch", undo, error, reached=reached)
-        raise
-    _came_back(call.entry, undo)
     return recv_x if in_fp8 is None else received_rows(recv_x, in_fp8, x), event
 
 

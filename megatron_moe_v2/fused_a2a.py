@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .autograd import FusedCombine, FusedDispatch, apply, as_delivered
 from .call_checks import Layout, check_each, check_handle, compare, recall, refuse_check_in_capture, resolve
-from .communication import DispatchHandle, eager
+from .communication import DispatchHandle, check_flags, eager
 from .errors import BufferClosedError, InputError
 from .fp8 import ScaleFormat
 from .overlap import Pending, launch_pending_combine, launch_pending_dispatch
@@ -175,13 +175,15 @@ def fused_dispatch(
         SettingsError, BackendError, RankMismatchError, MissingRankError: from building the buffer at the first call.
     """
     group = resolve_group(group)
+    if wait is not True and wait is not False:
+        pool.fail(group, "dispatch", InputError("wait", got=repr(wait), expected="True or False"))
     options = (
         num_experts,
         layout,
         expert_alignment,
         num_max_tokens_per_rank,
         static_shapes,
-        async_finish or not wait,
+        async_finish if wait else True,
         allocate_on_comm_stream,
         fp8,
         dequantize,
@@ -256,7 +258,8 @@ def fused_combine(
     group = resolve_group(group)
     try:
         check_handle(x, group, handle)
-        call = handle.call.on_streams(async_finish or not wait, allocate_on_comm_stream)
+        check_flags(wait=wait)
+        call = handle.call.on_streams(async_finish if wait else True, allocate_on_comm_stream)
     except BufferClosedError:
         raise
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
@@ -264,9 +267,9 @@ def fused_combine(
     if call.entry.check:
         refuse_check_in_capture(x)
         compare("combine", call, x)
-    if not wait:
-        return launch_pending_combine(call, x, handle)
-    return apply(FusedCombine, x, handle, call), None
+    if wait:
+        return apply(FusedCombine, x, handle, call), None
+    return launch_pending_combine(call, x, handle)
 
 
 def set_deepep_num_sms(num_sms: int) -> None:

@@ -67,7 +67,11 @@ class BufferSpec:
 
 
 class PooledBuffer:
-    """A buffer with its spec and the way it was chosen. As a context manager it closes, by abort on an exception."""
+    """A buffer with its spec and the way it was chosen. As a context manager it closes, by abort on an exception.
+
+    Attributes:
+        beneath: what dispatches whose like was checked before; None after the close.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class PooledBuffer:
         self.captured = False
         self.capturing: Any = None
         self._built: BuiltBuffer | None = built
+        self.beneath: Any = built.buffer if built.beneath is None else built.beneath
         self.tuned: dict[bool, tuple[int, int]] = {}
         self._estimates: dict[tuple[int, int], int] = {}
 
@@ -107,11 +112,9 @@ class PooledBuffer:
             raise BufferClosedError("the buffer was closed", fix="Call prepare_buffer() or dispatch again.")
         return self._built.buffer
 
-    def repeated_dispatch(self, hidden: int) -> Callable[..., Any]:
-        """What makes a dispatch again whose like, but for its rows, this buffer carried before."""
-        if self._built is None or self._built.repeated_dispatch is None:
-            return self.buffer.dispatch
-        return self._built.repeated_dispatch(hidden)
+    def passes_on(self, hidden: int) -> bool:
+        """A dispatch of such a hidden size goes as it is to ``beneath``."""
+        return self._built is not None and (self._built.passes_on is None or self._built.passes_on(hidden))
 
     def require_usable(self) -> None:
         """Raise :class:`BufferClosedError` unless the buffer is usable."""
@@ -219,7 +222,7 @@ class PooledBuffer:
             return
         if not abort:
             self.release_graphs(forced=False)
-        built, self._built, self.closed = self._built, None, True
+        built, self._built, self.beneath, self.closed = self._built, None, None, True
         if self.backend.name != "embedded" and (abort or self.broken or not is_registered(self.group)):
             held = self.spec.num_bytes(self.group.size())
             logger.warning("%s dropped without its collective close: %d bytes stay until exit", built.buffer, held)

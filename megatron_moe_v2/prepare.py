@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .agreement import agree
 from .buffers.checks import check_num_experts
-from .communication import Call, complete, launch_cached_dispatch, launch_combine, launch_dispatch, opened
+from .communication import Call, check_flags, complete, launch_cached_dispatch, launch_combine, launch_dispatch, opened
 from .errors import InputError
 from .fp8 import ScaleFormat
 from .fp8_wire import buffer_hidden, check_options
@@ -85,6 +85,7 @@ def prepare_buffer(
         pool.fail(group, "warm-up", error)
     try:
         check_sizes(hidden, num_topk, num_max_tokens_per_rank)
+        check_flags(warmup=warmup, static_shapes=static_shapes)
         if type(expert_alignment) is not int or expert_alignment < 1:
             raise InputError("expert_alignment", got=repr(expert_alignment), expected="an integer from 1")
         if num_experts is not None:

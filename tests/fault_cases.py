@@ -90,6 +90,14 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
         "experts as a float": ("InputError", lambda: dispatch(num_experts=12.0 if bad else 12)),
         "a nested x": ("InputError", other("x", _nested())),
         "indices of three dimensions": ("InputError", other("token_indices", idx[..., None])),
+        "selections of three dimensions": (
+            "InputError",
+            lambda: dispatch(
+                inputs() | ({"token_indices": idx[..., None], "token_probs": torch.ones(3, 2, 1)} if bad else {})
+            ),
+        ),
+        "sparse indices": ("Exception", other("token_indices", idx.to_sparse())),
+        "sparse weights": ("Exception", other("token_probs", torch.ones(3, 2).to_sparse())),
         "indices on another device": ("InputError", other("token_indices", idx.to("meta"))),
         "weights on another device": ("InputError", other("token_probs", torch.ones(3, 2, device="meta"))),
         "alignment 0": ("InputError", lambda: dispatch(layout="expert", expert_alignment=0 if bad else 4)),
@@ -97,6 +105,8 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
         "a ceiling as a float": ("InputError", lambda: dispatch(num_max_tokens_per_rank=12.0 if bad else 12)),
         "a flag that is a word": ("InputError", lambda: dispatch(async_finish="no" if bad else False)),
         "static shapes as a number": ("InputError", lambda: dispatch(static_shapes=1 if bad else True)),
+        "no flag": ("InputError", lambda: dispatch(async_finish=None if bad else False)),
+        "wait as a word": ("InputError", lambda: dispatch(wait="no" if bad else True)),
         "True experts": ("InputError", lambda: dispatch(num_experts=True if bad else 12)),
         "rows above the ceiling": ("CapacityError", lambda: dispatch(inputs(rows=CEILING + 1 if bad else 3))),
         "another layout": ("RankMismatchError", lambda: dispatch(layout="expert" if bad else "token")),
@@ -119,6 +129,16 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
                 lambda: fused_combine(
                     torch.ones(handle.num_rows, 8), None, handle, async_finish="no" if bad else False
                 ),
+            ),
+            "combine: no flag": (
+                "InputError",
+                lambda: fused_combine(
+                    torch.ones(handle.num_rows, 8), None, handle, async_finish=None if bad else False
+                ),
+            ),
+            "combine: wait as a word": (
+                "InputError",
+                lambda: fused_combine(torch.ones(handle.num_rows, 8), None, handle, wait="no" if bad else True),
             ),
             "combine: flat": ("HandleError", combined(lambda rows: rows.flatten())),
             "combine: integers": ("MoEError", combined(lambda rows: rows.long())),

@@ -33,7 +33,7 @@ from scene import (
 )
 from torch import Tensor
 
-from megatron_moe_v2 import fused_combine, prepare_buffer
+from megatron_moe_v2 import fused_combine, fused_dispatch, prepare_buffer
 from megatron_moe_v2.buffers import embedded
 from megatron_moe_v2.buffers.contract import EventHandle
 from megatron_moe_v2.pool import BufferPool, PooledBuffer
@@ -110,6 +110,37 @@ def test_every_call_follows_the_contract(ranks2: RankPool, layout: str, flags: d
 def test_a_call_made_again_is_made_alike(ranks2: RankPool, layout: str, flags: dict[str, bool]) -> None:
     for calls in ranks2.run(recorded, scene_for(2, layout), flags, 3):
         assert calls[:4] == calls[4:8] == calls[8:]
+
+
+def copied_and_recorded(rank: int, world: int) -> list[str]:
+    """In which order the copies of strided inputs and the event of the call's beginning come."""
+    order: list[str] = []
+    contiguous, capture = Tensor.contiguous, embedded.EmbeddedElasticBuffer.capture
+
+    def copied(self: Tensor, *args: Any) -> Tensor:
+        order.append("copy")
+        return contiguous(self, *args)
+
+    def recorded_now(*_: Any) -> Any:
+        order.append("event")
+        return capture()
+
+    strided = torch.ones(8, 3).t(), torch.zeros(1, 3, dtype=torch.int64).t(), torch.ones(1, 3).t()
+    event = staticmethod(recorded_now)
+    with buffers(), replaced(Tensor, "contiguous", copied), replaced(embedded.EmbeddedElasticBuffer, "capture", event):
+        for _ in range(2):
+            recv, *_, handle = fused_dispatch(*strided, 4, None, allocate_on_comm_stream=True)
+            order.append("dispatched")
+        fused_combine(recv, None, handle, allocate_on_comm_stream=True)
+    return order
+
+
+def test_what_is_copied_for_a_call_is_copied_before_its_event(ranks1: RankPool) -> None:
+    """DeepEP's stream waits for that event alone."""
+    (order,) = ranks1.run(copied_and_recorded)
+    launches = [part.split("event")[0] for part in " ".join(order).split("dispatched")]
+    assert " ".join(order).count("event") == 3
+    assert [part.count("copy") >= least for part, least in zip(launches, (3, 3, 1), strict=True)] == [True] * 3
 
 
 def ceilings(rank: int, world: int, scene: Scene) -> list[tuple[str, int, int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -49,6 +51,30 @@ def test_use_after_close_raises(ranks2: RankPool, destroy_group: bool, wait: boo
             assert failure is not None
             assert failure.isa("BufferClosedError"), failure
             assert "process group was destroyed" in failure.text or "closed" in failure.text
+
+
+def kept_alive(rank: int, world: int, by_entry: bool) -> tuple[bool, bool]:
+    """Whether the buffer lives before and after a close, beside the handle and the graph of a dispatch made again."""
+    with buffers() as built:
+        x = torch.ones(3, 8, requires_grad=True)
+        for _ in range(2):
+            kept = fused_dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 8, None)
+        (entry,) = pool.entries()
+        built.clear()
+        buffer = weakref.ref(entry.buffer)
+        before = buffer() is not None
+        if by_entry:
+            entry.close()
+        else:
+            close_buffers()
+        gc.collect()
+        assert kept[0].requires_grad
+        return before, buffer() is not None
+
+
+@pytest.mark.parametrize("by_entry", [False, True], ids=["close_buffers", "entry.close"])
+def test_a_closed_buffer_is_let_go(ranks1: RankPool, by_entry: bool) -> None:
+    assert ranks1.run(kept_alive, by_entry) == [(True, False)]
 
 
 def leaves_early(rank: int, world: int, what: str) -> Seen:

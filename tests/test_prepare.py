@@ -39,8 +39,9 @@ def test_warm_up_runs_both_directions_of_both_layouts_on_one_buffer(ranks2: Rank
         {"warmup": True, "num_experts": 4, "num_topk": 2, "layouts": "expert"},
         {"num_sms": -1},
         {"num_sms": "tune"},
+        {"static_shapes": 1},
     ],
-    ids=["no number of experts", "a string for layouts", "negative SMs", "SMs in words"],
+    ids=["no number of experts", "a string for layouts", "negative SMs", "SMs in words", "a flag that is a number"],
 )
 def test_what_warm_up_needs(ranks1: RankPool, wrong: dict[str, object]) -> None:
     ranks1.run(_refused, wrong)

@@ -242,12 +242,13 @@ class BuiltBuffer(NamedTuple):
             then raises; None where the buffer has no channel for it.
         kind: the class that does the work.
         announce: compares a text between all ranks before something else than a call of the buffer; None as above.
-        repeated_dispatch: for a hidden size, the dispatch of tensors like those of one that succeeded, in all but their
-            rows, which do not exceed the ceiling; None: the buffer's own, whatever it is called with.
+        beneath: what ``buffer`` passes calls on to, after checks that need not be made twice; None: it is that itself.
+        passes_on: whether it changes nothing of a dispatch of such a hidden size.
     """
 
     buffer: ElasticBufferLike
     report_failure: Callable[[str, Exception], NoReturn] | None
     kind: type
     announce: Callable[[str], None] | None = None
-    repeated_dispatch: Callable[[int], Callable[..., Any]] | None = None
+    beneath: Any = None
+    passes_on: Callable[[int], bool] | None = None

@@ -7,7 +7,6 @@ no multiple of 256 is padded and cut. Legend as in ``contract``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -73,7 +72,7 @@ def build(group: dist.ProcessGroup, **sizes: Any) -> BuiltBuffer:
     bring_up(group)
     raw = found.ElasticBuffer(group, explicitly_destroy=True, **sizes)
     buffer = GuardedElasticBuffer(raw, sizes["hidden"])
-    return BuiltBuffer(buffer, None, found.ElasticBuffer, repeated_dispatch=buffer.repeated_dispatch)
+    return BuiltBuffer(buffer, None, found.ElasticBuffer, beneath=raw, passes_on=buffer.passes_on)
 
 
 class GuardedElasticBuffer:
@@ -148,10 +147,10 @@ class GuardedElasticBuffer:
             return received[0][:, :hidden].contiguous(), *received[1:]
         return received  # type: ignore[no-any-return]
 
-    def repeated_dispatch(self, hidden: int) -> Callable[..., Any]:
-        """DeepEP's own dispatch, for tensors that :meth:`dispatch` let pass and changed nothing of."""
-        changed = hidden % HIDDEN_MULTIPLE or self._topk_idx_dtype is not torch.int64 or self.raw.num_scaleout_ranks > 1
-        return self.dispatch if changed else self.raw.dispatch
+    def passes_on(self, hidden: int) -> bool:
+        """:meth:`dispatch` changes nothing of what it checked, and calls :attr:`raw` with it."""
+        as_it_is = hidden % HIDDEN_MULTIPLE == 0 and self._topk_idx_dtype is torch.int64
+        return as_it_is and int(self.raw.num_scaleout_ranks) == 1
 
     def combine(
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **arguments: Any
