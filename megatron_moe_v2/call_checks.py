@@ -26,7 +26,7 @@ __all__ = ["Layout", "check_each", "check_handle", "compare", "recall", "refuse_
 Layout = Literal["token", "expert"]
 
 
-def recall(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, Call | None]:
+def recall(group: dist.ProcessGroup, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, Call | None]:
     """The key under which ``pool.calls`` holds a call that succeeded, and that call, if there was one.
 
     The key is all that :func:`resolve` checks but what each call brings anew; None where something is wrong with that.
@@ -40,10 +40,11 @@ def recall(group: object, x: Tensor, idx: Tensor, weights: Tensor, options: tupl
         kinds = tuple(map(type, options))  # 8 equals 8.0, and 1 True
         key = (group, hidden, num_topk, device, x.dtype, idx.dtype, weights.dtype, options, kinds)
         call = pool.calls.get(key)
+        if call is None or call.entry.closed:
+            return key, None
+        dist.get_group_rank(group, call.entry.rank)  # raises where the group was destroyed
     except Exception:  # whatever it is, the checks find it, and tell the other ranks
         return None, None
-    if call is None or not call.entry.usable:
-        return key, None
     pool.used(call.entry)
     return key, call
 

@@ -71,6 +71,7 @@ class PooledBuffer:
 
     Attributes:
         beneath: what dispatches whose like was checked before; None after the close.
+        rank: this process's, in the default group.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class PooledBuffer:
     ) -> None:
         self.group, self.spec, self.backend, self.wished_num_sms, self.check = group, spec, backend, num_sms, check
         self.operations = heartbeat.operations(group)
-        self.closed, self._rank = False, dist.get_rank()
+        self.closed, self.rank = False, dist.get_rank()
         self.broken = False
         self.dropped: str | None = None
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -99,7 +100,7 @@ class PooledBuffer:
     @property
     def usable(self) -> bool:
         """Neither closed nor its group destroyed."""
-        return not self.closed and is_registered(self.group, self._rank)
+        return not self.closed and is_registered(self.group, self.rank)
 
     @property
     def buffer(self) -> ElasticBufferLike:
