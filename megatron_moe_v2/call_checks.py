@@ -26,7 +26,9 @@ __all__ = ["Layout", "check_each", "check_handle", "compare", "recall", "refuse_
 Layout = Literal["token", "expert"]
 
 
-def recall(group: dist.ProcessGroup, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]) -> tuple[Any, Call | None]:
+def recall(
+    group: dist.ProcessGroup, x: Tensor, idx: Tensor, weights: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Call | None]:
     """The key under which ``pool.calls`` holds a call that succeeded, and that call, if there was one.
 
     The key is all that :func:`resolve` checks but what each call brings anew; None where something is wrong with that.
