@@ -105,6 +105,14 @@ class Call:
             "do_zero_padding": self.zero_padding,
         }
 
+    @functools.cached_property
+    def _pack_counts(self) -> Callable[..., bytes]:
+        return struct.Struct(f"{self.num_experts // self.entry.group.size()}q").pack
+
+    def counts_on_cpu(self, counts: list[int]) -> Tensor:
+        """int64 ``[L]``; through packed bytes, several times faster than ``torch.tensor``."""
+        return torch.frombuffer(bytearray(self._pack_counts(*counts)), dtype=torch.int64)
+
     def on_streams(self, async_finish: bool, allocate_on_comm_stream: bool) -> Call:
         """The same call with these stream flags.
 
@@ -178,7 +186,7 @@ class DispatchHandle:
         With static shapes int32 on the device.
         """
         if not self.call.static_shapes:
-            return _on_cpu(self.ep_handle.num_recv_tokens_per_expert_list)
+            return self.call.counts_on_cpu(self.ep_handle.num_recv_tokens_per_expert_list)
         return align_counts(self.ep_handle.num_unaligned_recv_tokens_per_expert, self.call.expert_alignment)
 
 
@@ -239,7 +247,7 @@ def launch_dispatch(
     if call.counts_on_device:
         counts = ep_handle.num_unaligned_recv_tokens_per_expert
     else:
-        counts = _on_cpu(ep_handle.num_recv_tokens_per_expert_list)
+        counts = call.counts_on_cpu(ep_handle.num_recv_tokens_per_expert_list)
     if call.fp8 is not None:
         recv_x = received_rows(recv_x, call.fp8, x, handed_on=not call.dequantize)
     handle = DispatchHandle(call=call, ep_handle=ep_handle, num_rows=recv_weights.shape[0])
@@ -279,11 +287,6 @@ def complete(received: Received) -> Received:
         num_received = received.handle.ep_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         idx.masked_fill_((torch.arange(len(idx), device=idx.device) >= num_received)[:, None], -1)
     return received._replace(tokens_per_expert=received.tokens_per_expert.clone())
-
-
-def _on_cpu(counts: list[int]) -> Tensor:
-    """int64 ``[L]``; through packed bytes, several times faster than ``torch.tensor``."""
-    return torch.frombuffer(bytearray(struct.pack(f"{len(counts)}q", *counts)), dtype=torch.int64)
 
 
 def launch_combine(
