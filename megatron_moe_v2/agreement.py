@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _MARGIN_SECS = 2.0
 """How much longer than rank 0 the others wait, so that its verdict reaches them; also how long rank 0 lingers."""
+
+_LONGEST_PAUSE_SECS = 0.05
 
 _events: dict[str, int] = {}
 """Agreements held so far by group name: a group made again under an old name goes on counting, since its keys may
@@ -198,10 +199,13 @@ class _Event:
         raise MissingRankError(self.missing(timeout))
 
     def wait(self, keys: list[str], timeout: float) -> bool:
-        try:
-            self.store.wait(keys, timedelta(seconds=timeout))
-        except dist.DistStoreError:
-            return False
+        """Ask again and again: the store's own wait would keep all other threads of this process from it."""
+        until, pause = time.monotonic() + timeout, 1e-3
+        while not self.store.check(keys):
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
         return True
 
     def present(self) -> list[int]:

@@ -31,6 +31,7 @@ from .communication import (
     launch_dispatch,
     opened,
 )
+from .errors import InputError
 from .fp8 import QuantizedRows
 from .recompute import RoutingLayout
 from .streams import finish
@@ -96,9 +97,14 @@ def _kept_handle(ctx: Any) -> Any:
 
     Raises:
         BufferClosedError: its buffer was closed, or the group destroyed.
+        RuntimeError: PyTorch's own, where the graph was freed.
     """
-    ctx.call.entry.require_usable()
-    return rebuild_handle(ctx.skeleton, ctx.saved_tensors)
+    entry = ctx.call.entry
+    entry.require_usable()
+    try:
+        return rebuild_handle(ctx.skeleton, ctx.saved_tensors)
+    except Exception as error:  # whatever it is, the other ranks are waiting
+        entry.fail("backward", error)
 
 
 def launch_backward_of_dispatch(
@@ -127,9 +133,15 @@ def launch_backward_of_combine(ctx: Any, grad: Tensor | None) -> tuple[Tensor | 
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, without what that does for ``torch.func`` where it is not at work."""
+    """``function.apply(*args)``, one of them a :class:`Call`, without what that does for ``torch.func``.
+
+    Raises:
+        InputError: on every rank, inside one of its transforms.
+    """
     if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # which says that it does not serve them
+        (call,) = (one for one in args if isinstance(one, Call))
+        error = InputError("dispatch or combine in a transform of torch.func", fix="Use torch.autograd.")
+        call.entry.fail("torch.func", error)
     return _plain_apply(function)(*args)
 
 

@@ -147,6 +147,8 @@ def _check_tensors(x: Tensor, idx: Tensor, weights: Tensor, layout: str, alignme
             raise InputError(name, got=tensor.layout, expected="a dense tensor")
         if tensor.device != x.device:
             raise InputError(f"device of {name}", got=tensor.device, expected=f"{x.device}, that of x")
+    if x.device.type not in ("cpu", "cuda"):
+        raise InputError("device of x", got=x.device, expected="the CPU or a GPU")
     if not x.dtype.is_floating_point or x.element_size() < 2:
         raise InputError("x", got=x.dtype, expected="bfloat16, float16, float32 or float64")
     if idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype == torch.bool:

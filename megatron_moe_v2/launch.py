@@ -13,6 +13,7 @@ from .agreement import post_failure, posted_failure
 from .buffers.deepep import explained
 from .errors import CaptureError, CommunicationError
 from .heartbeat import heartbeat
+from .pool import typed
 from .ranges import named, profiler, ranges
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ class Launch:
             entry.broken = False  # all ranks are in step
             return
         if not self.reached and isinstance(error, Exception):
-            entry.fail(self._operation, error)
+            entry.fail(
+                self._operation, error if isinstance(error, torch.OutOfMemoryError) else typed(error, self._operation)
+            )
         if entry.backend.name == "embedded":  # which told them itself
             entry.broken = entry.broken or isinstance(error, CommunicationError)
             return

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .autograd import (
+    apply,
     as_delivered,
     keep_combine,
     keep_dispatch,
@@ -166,7 +167,7 @@ def launch_pending_dispatch(
 ) -> Pending[Any]:
     """Launch a dispatch; its ``wait()`` returns what ``FusedDispatch`` does. Collective over the group."""
     flight = _Flight()
-    ticket = _DispatchLaunch.apply(x, topk_idx, topk_weights, call, layout_cache, flight)  # type: ignore[no-untyped-call]
+    ticket = apply(_DispatchLaunch, x, topk_idx, topk_weights, call, layout_cache, flight)
 
     def wait(ticket: Tensor, flight: _Flight) -> tuple[Any, ...]:
         return as_delivered(_DispatchWait.apply(ticket, flight))  # type: ignore[no-untyped-call]
@@ -177,7 +178,7 @@ def launch_pending_dispatch(
 def launch_pending_combine(call: Call, x: Tensor, handle: DispatchHandle) -> Pending[Any]:
     """Launch a combine; its ``wait()`` returns ``(combined, None)``. Collective over the group."""
     flight = _Flight()
-    ticket = _CombineLaunch.apply(x, handle, call, flight)  # type: ignore[no-untyped-call]
+    ticket = apply(_CombineLaunch, x, handle, call, flight)
 
     def wait(ticket: Tensor, flight: _Flight) -> tuple[Tensor, None]:
         return _CombineWait.apply(ticket, flight), None  # type: ignore[no-untyped-call]

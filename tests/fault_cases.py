@@ -96,8 +96,12 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
                 inputs() | ({"token_indices": idx[..., None], "token_probs": torch.ones(3, 2, 1)} if bad else {})
             ),
         ),
-        "sparse indices": ("Exception", other("token_indices", idx.to_sparse())),
-        "sparse weights": ("Exception", other("token_probs", torch.ones(3, 2).to_sparse())),
+        "sparse indices": ("InputError", other("token_indices", idx.to_sparse())),
+        "sparse weights": ("InputError", other("token_probs", torch.ones(3, 2).to_sparse())),
+        "all on meta": (
+            "InputError",
+            lambda: dispatch({name: one.to("meta") for name, one in inputs().items()} if bad else None),
+        ),
         "indices on another device": ("InputError", other("token_indices", idx.to("meta"))),
         "weights on another device": ("InputError", other("token_probs", torch.ones(3, 2, device="meta"))),
         "alignment 0": ("InputError", lambda: dispatch(layout="expert", expert_alignment=0 if bad else 4)),
@@ -143,6 +147,7 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
             "combine: flat": ("HandleError", combined(lambda rows: rows.flatten())),
             "combine: integers": ("MoEError", combined(lambda rows: rows.long())),
             "combine: nothing": ("InputError", combined(lambda rows: None)),
+            "combine: sparse": ("InputError", combined(lambda rows: rows.to_sparse())),
             "combine: on meta": ("InputError", combined(lambda rows: rows.to("meta"))),
             "combine: no handle": (
                 "HandleError",

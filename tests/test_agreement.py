@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,30 @@ def alone(rank: int, world: int) -> list[Failure]:
 
 def test_a_single_rank_raises_its_own_error(ranks1: RankPool) -> None:
     assert ranks1.run(alone)[0][0].type_name == "KeyError"
+
+
+# Threads.
+
+
+def in_threads(rank: int, world: int) -> list[Failure | None]:
+    """Two threads agree, each over a group of its own, one of them later; the ranks begin with different ones."""
+    groups = [dist.new_group(), dist.new_group()]
+    seen: list[Failure | None] = []
+
+    def hold(group: dist.ProcessGroup, late: float) -> None:
+        time.sleep(late)
+        seen.append(raised_by(lambda: agree(group, "a thread's", {}, timeout=4.0)))
+
+    begun = [threading.Thread(target=hold, args=(group, 0.5 * (index == rank))) for index, group in enumerate(groups)]
+    for thread in begun:
+        thread.start()
+    for thread in begun:
+        thread.join()
+    return seen
+
+
+def test_threads_do_not_keep_each_other_waiting(ranks2: RankPool) -> None:
+    assert ranks2.run(in_threads, timeout=20) == [[None, None]] * 2
 
 
 # A rank that does not come.

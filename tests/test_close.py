@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 import time
 import weakref
 from typing import Any
@@ -108,6 +111,35 @@ def test_who_waits_for_a_rank_that_closed_is_told(world: int, what: str) -> None
             assert "rank 1 closed its buffer after call" in failure.text
             assert "and does not come to call" in failure.text
             assert seconds < 4
+
+
+def interrupted(rank: int, world: int, then: str) -> list[Failure | None]:
+    """Rank 1 is interrupted while it waits for rank 0, catches that, and goes on or closes."""
+    with buffers():
+        good_step()
+        if rank == 0:
+            time.sleep(2)
+            return [raised_by(good_step), raised_by(good_step)]
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            good_step()
+        except KeyboardInterrupt:
+            seen = [raised_by(close_buffers if then == "close" else good_step), raised_by(good_step)]
+        time.sleep(4)  # it lives on, so that no lost connection tells the other
+        return seen
+
+
+@pytest.mark.parametrize("then", ["close", "go on"])
+def test_after_an_interrupt_a_rank_is_out_of_step(then: str) -> None:
+    (waited, again), (after, later) = (one.value for one in Launch.fresh(2, interrupted, then, timeout=HANG))
+    assert waited.type_name == "CommunicationError"
+    assert "rank 1 closed its buffer after call" in waited.text
+    assert again.type_name == "CommunicationError"
+    assert later.type_name in ("CommunicationError", "MissingRankError")
+    if then == "close":
+        assert after is None
+    else:
+        assert "KeyboardInterrupt interrupted call" in after.text
 
 
 def ends_badly(rank: int, world: int, how: str) -> Failure | None:

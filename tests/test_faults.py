@@ -414,3 +414,52 @@ def second_derivative_on_one_rank(rank: int, world: int) -> Seen:
 
 def test_a_refused_second_derivative_is_heard_of(ranks2: RankPool) -> None:
     check(ranks2.run(second_derivative_on_one_rank, timeout=HANG), "InputError", "create_graph=True")
+
+
+def in_a_way_of_its_own(rank: int, world: int, bad_rank: int, what: str) -> list[Seen]:
+    """A rank goes backward through a graph that it freed, or dispatches inside ``torch.func.grad``."""
+    with buffers():
+        good_step()
+        arguments = inputs() | {"x": torch.ones(3, 8, requires_grad=True)}
+        recv, *_ = dispatch(arguments)
+        if what == "freed":
+            recv.sum().backward(retain_graph=rank != bad_rank)
+            seen = attempt(lambda: recv.sum().backward())
+        elif rank == bad_rank:
+            transformed = torch.func.grad(lambda x: dispatch(inputs() | {"x": x}, wait=what == "func")[0].sum())
+            seen = attempt(lambda: transformed(torch.ones(3, 8)))
+        else:
+            seen = attempt(lambda: dispatch(wait=what == "func"))
+        good_step()
+    return [seen]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "text"), [("freed", "second time"), ("func", "torch.func"), ("func, later", "torch.func")]
+)
+def test_what_autograd_refuses_on_one_rank_is_heard_of(ranks2: RankPool, what: str, text: str, bad_rank: int) -> None:
+    for ((failure, seconds),) in ranks2.run(in_a_way_of_its_own, bad_rank, what, timeout=HANG):
+        assert failure is not None
+        assert text in failure.text
+        assert seconds < 5
+
+
+def elsewhere_by_default(rank: int, world: int, layout_of_rows: str, alignment: int) -> list[str]:
+    """Devices of what comes out under another default device."""
+    with buffers(), torch.device("meta" if rank else "cpu"):
+        x, weights = torch.ones(3, 8, device="cpu").requires_grad_(), torch.ones(3, 2, device="cpu").requires_grad_()
+        idx = torch.arange(6, device="cpu").view(3, 2)
+        sent = fused_dispatch(x, idx, weights, 12, None, layout=layout_of_rows, expert_alignment=alignment)
+        recv, _, recv_weights, counts, handle = sent
+        y, _ = fused_combine(recv, None, handle)
+        (y.sum() + recv_weights.sum()).backward()
+        assert x.grad is not None
+        assert weights.grad is not None
+        return [str(one.device) for one in (recv, counts, handle.padded_tokens_per_expert, y, x.grad, weights.grad)]
+
+
+@pytest.mark.parametrize(("layout_of_rows", "alignment"), [("token", 1), ("expert", 1), ("expert", 8)])
+def test_the_default_device_does_not_matter(ranks2: RankPool, layout_of_rows: str, alignment: int) -> None:
+    for devices in ranks2.run(elsewhere_by_default, layout_of_rows, alignment):
+        assert set(devices) == {"cpu"}

@@ -39,7 +39,7 @@ _unanswered: list[tuple[object, Tensor, Tensor]] = []
 """Collectives that were given up, or are waited for: gloo may still write into their tensors."""
 
 _left_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-"""Groups on which this rank gave up a call that a peer did not come to, and why: what it sends next nobody expects."""
+"""Groups on which this rank left a call before its end, and why: what it sends next nobody expects."""
 
 _LOOK_SECS = 1.0
 """How often a rank that waits for its peers looks whether one of them closed its buffer."""
@@ -137,7 +137,8 @@ class Exchange:
         self._calls = sequence = next(self._sequence)
         call = f"call {sequence}: {call}"
         same = [_MAGIC if failure is None else -_MAGIC, sequence, zlib.crc32(call.encode())]
-        sent = torch.tensor([[*same, count] for count in (rows if failure is None else [0] * self.num_ranks)])
+        counts = rows if failure is None else [0] * self.num_ranks
+        sent = torch.tensor([[*same, count] for count in counts], device=self._host)
         try:
             got = self._all_to_all(sent, call, None if failure is None else agreement_timeout()).tolist()
         except CommunicationError:
@@ -258,6 +259,9 @@ class Exchange:
                 fix="Another rank died, left or timed out: look for the first error in its log. If it ended well, its "
                 "loss may not depend on this layer's output: add 0 * y.sum() to it.",
             ) from error
+        except BaseException as error:
+            _left_alone[self.group] = f"{type(error).__name__} interrupted {call}"
+            raise
 
     def staging(self, name: str, rows: int, row_bytes: int, device: torch.device) -> Tensor:
         """Scratch of ``[rows, row_bytes]`` bytes; kept between calls on the CPU, where fresh pages are dear."""
@@ -265,7 +269,7 @@ class Exchange:
             return torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
         kept = self._staging.get(name)
         if kept is None or kept.numel() < rows * row_bytes:
-            kept = empty_rows(1, rows * row_bytes, torch.empty(0, dtype=torch.uint8)).view(-1)
+            kept = empty_rows(1, rows * row_bytes, torch.empty(0, dtype=torch.uint8, device=device)).view(-1)
             self._staging[name] = kept
         return kept[: rows * row_bytes].view(rows, row_bytes)
 
@@ -277,4 +281,5 @@ class Exchange:
             why = "" if error is None else f" while it handled {type(error).__name__}: {error}"[:_TEXT_BYTES]
             with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and with it the peers
                 store = dist.distributed_c10d._get_default_store()
-                store.set(self._closed_key(self._ranks[self.rank]), json.dumps([self._calls, why]))
+                finished = self._calls - (self.group in _left_alone)
+                store.set(self._closed_key(self._ranks[self.rank]), json.dumps([finished, why]))

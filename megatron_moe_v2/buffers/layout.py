@@ -258,13 +258,14 @@ def sum_rows(rows: Tensor, table: Tensor, *, bias: tuple[Tensor, ...] = (), out:
 def _sum_rows_by_line(rows: Tensor, table: Tensor) -> Tensor:
     """On the CPU: a product with a sparse matrix of ones adds in the order of the line, and rounds once."""
     valid = table >= 0
-    first = torch.zeros(table.shape[0] + 1, dtype=torch.int64)
+    first = torch.zeros(table.shape[0] + 1, dtype=torch.int64, device=table.device)
     torch.cumsum(valid.sum(1), 0, out=first[1:])
     column = table[valid].long()
     _expect_sparse_warning()
     size = (table.shape[0], rows.shape[0])
-    ones = torch.sparse_csr_tensor(first, column, rows.new_ones(len(column)), size, check_invariants=False)
-    return torch.sparse.mm(ones, rows, "sum")  # type: ignore[no-any-return]
+    ones = rows.new_ones(len(column))
+    matrix = torch.sparse_csr_tensor(first, column, ones, size, device=rows.device, check_invariants=False)
+    return torch.sparse.mm(matrix, rows, "sum")  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -272,7 +273,8 @@ def _expect_sparse_warning() -> None:
     """PyTorch says once a process that sparse CSR tensors are in beta; take that here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        torch.sparse_csr_tensor(none.new_zeros(2), none, none.float(), device="cpu")
 
 
 def _sum_rows_by_column(rows: Tensor, table: Tensor, bias: tuple[Tensor, ...]) -> Tensor:
