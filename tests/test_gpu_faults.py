@@ -77,6 +77,7 @@ def test_a_killed_rank_is_named() -> None:
 
 
 def test_build_and_close_many_times() -> None:
+    """Wants the GPU for itself: free memory is the whole device's."""
     count = 200
     (ours,) = on_gpus(1, gpu_faults.cycles, count, False)
     (raw,) = on_gpus(1, gpu_faults.cycles, count, True)
