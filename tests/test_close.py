@@ -18,6 +18,7 @@ from launch import Failure, Launch, RankPool
 from scene import buffers, raised_by, replaced
 
 from megatron_moe_v2 import close_buffers, fused_combine, fused_dispatch, prepare_buffer
+from megatron_moe_v2.buffers import exchange
 from megatron_moe_v2.buffers.embedded import EmbeddedElasticBuffer
 from megatron_moe_v2.pool import pool
 
@@ -183,8 +184,8 @@ def test_the_others_hear_why(how: str) -> None:
 
 
 def tried_again(rank: int, world: int) -> list[Failure | None]:
-    """Who waited for rank 1 goes on with the same buffer, then all with new ones."""
-    with buffers(AGREE_SECS=2):
+    """Who waited for rank 1 goes on with the same buffer, then all with new ones; rank 2 looks last."""
+    with buffers(AGREE_SECS=2), replaced(exchange, "_LOOK_SECS", 0.3 + rank):
         good_step()
         first = raised_by(close_buffers if rank == 1 else good_step)
         again = None if rank == 1 else raised_by(good_step)

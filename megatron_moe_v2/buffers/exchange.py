@@ -212,9 +212,9 @@ class Exchange:
             closed = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
         except (RuntimeError, ValueError):  # the store is gone: the collective will fail too
             return
-        for rank, (calls, why) in closed.items():
-            if calls < self._calls:
-                found = f"rank {rank} closed its buffer after call {calls}{why}, and does not come to {call}"
+        for rank, (_, finished, why) in sorted(closed.items(), key=lambda one: one[1]):
+            if finished < self._calls:
+                found = f"rank {rank} closed its buffer after call {finished}{why}, and does not come to {call}"
                 _left_alone[self.group] = found
                 raise CommunicationError(found, fix="Close on all ranks, after the last call of each.")
 
@@ -281,5 +281,5 @@ class Exchange:
             why = "" if error is None else f" while it handled {type(error).__name__}: {error}"[:_TEXT_BYTES]
             with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and with it the peers
                 store = dist.distributed_c10d._get_default_store()
-                finished = self._calls - (self.group in _left_alone)
-                store.set(self._closed_key(self._ranks[self.rank]), json.dumps([finished, why]))
+                left = self.group in _left_alone  # in mid-call, maybe as another one had closed: that is to be named
+                store.set(self._closed_key(self._ranks[self.rank]), json.dumps([left, self._calls - left, why]))
