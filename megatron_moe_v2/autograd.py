@@ -170,8 +170,7 @@ class FusedDispatch(torch.autograd.Function):
         """Collective over the group. Arguments as :func:`launch_dispatch`; returns :func:`outputs`."""
         received, event = launch_dispatch(call, x, topk_idx, topk_weights, layout_cache)
         finish(event)
-        if call.to_complete:
-            received = complete(received)
+        received = complete(received)
         keep_dispatch(ctx, received, weights_travel=ctx.needs_input_grad[2])
         ctx.weights_dtype = topk_weights.dtype
         return outputs(received)

@@ -90,11 +90,6 @@ class Call:
         return self.zero_padding or self.static_shapes
 
     @functools.cached_property
-    def to_complete(self) -> bool:
-        """:func:`complete` has something to do."""
-        return self.counts_on_device or (self.fp8 is not None and self.dequantize)
-
-    @functools.cached_property
     def arguments(self) -> dict[str, Any]:
         """What every dispatch of this call is made with."""
         return {

@@ -119,31 +119,20 @@ def bad_calls(bad: bool, handle: Any = None) -> dict[str, tuple[str, Callable[[]
     }
     if handle is not None:
 
-        def combined(value: Any) -> Callable[[], Any]:
+        def combined(value: Any = None, **options: Any) -> Callable[[], Any]:
             def call() -> Any:
                 rows = torch.ones(handle.num_rows, 8)
-                return fused_combine(value(rows) if bad else rows, None, handle)
+                if not bad:
+                    return fused_combine(rows, None, handle)
+                return fused_combine(value(rows) if value else rows, None, handle, **options)
 
             return call
 
         calls |= {
             "combine: a row more": ("HandleError", combined(lambda rows: torch.cat([rows, rows[:1]]))),
-            "combine: a flag that is a word": (
-                "InputError",
-                lambda: fused_combine(
-                    torch.ones(handle.num_rows, 8), None, handle, async_finish="no" if bad else False
-                ),
-            ),
-            "combine: no flag": (
-                "InputError",
-                lambda: fused_combine(
-                    torch.ones(handle.num_rows, 8), None, handle, async_finish=None if bad else False
-                ),
-            ),
-            "combine: wait as a word": (
-                "InputError",
-                lambda: fused_combine(torch.ones(handle.num_rows, 8), None, handle, wait="no" if bad else True),
-            ),
+            "combine: a flag that is a word": ("InputError", combined(async_finish="no")),
+            "combine: no flag": ("InputError", combined(async_finish=None)),
+            "combine: wait as a word": ("InputError", combined(wait="no")),
             "combine: flat": ("HandleError", combined(lambda rows: rows.flatten())),
             "combine: integers": ("MoEError", combined(lambda rows: rows.long())),
             "combine: nothing": ("InputError", combined(lambda rows: None)),

@@ -309,6 +309,12 @@ class Recorder(EmbeddedElasticBuffer):
         return super().combine(x, handle, **arguments)
 
 
+STREAM_FLAGS = [
+    {"async_finish": wait, "allocate_on_comm_stream": comm} for wait in (False, True) for comm in (False, True)
+]
+"""The four ways to wait and to allocate."""
+
+
 @contextmanager
 def buffers(
     *, adversary: int | None = None, kind: type[EmbeddedElasticBuffer] = EmbeddedElasticBuffer, **variables: object

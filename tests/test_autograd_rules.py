@@ -1,13 +1,10 @@
-"""What the autograd functions ask of a buffer, what they return and what they keep."""
+"""What the autograd functions ask of a buffer, what they return and what they refuse."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import itertools
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +14,7 @@ from launch import Failure, RankPool
 from scene import (
     BOTH_LAYOUTS,
     CEILING,
+    STREAM_FLAGS,
     Call,
     Layer,
     Recorder,
@@ -36,12 +34,7 @@ from torch import Tensor
 from megatron_moe_v2 import fused_combine, fused_dispatch, prepare_buffer
 from megatron_moe_v2.buffers import embedded
 from megatron_moe_v2.buffers.contract import EventHandle
-from megatron_moe_v2.pool import BufferPool, PooledBuffer
-
-STREAM_FLAGS = [
-    {"async_finish": wait, "allocate_on_comm_stream": comm} for wait in (False, True) for comm in (False, True)
-]
-
+from megatron_moe_v2.pool import BufferPool
 
 # What the buffer is asked.
 
@@ -313,6 +306,26 @@ def test_strides_and_index_dtype_do_not_matter(ranks2: RankPool, layout: str) ->
     assert ranks2.run(strided, scene_for(2, layout)) == [True, True]
 
 
+def elsewhere_by_default(rank: int, world: int, layout_of_rows: str, alignment: int) -> list[str]:
+    """Devices of what comes out under another default device."""
+    with buffers(), torch.device("meta" if rank else "cpu"):
+        x, weights = torch.ones(3, 8, device="cpu").requires_grad_(), torch.ones(3, 2, device="cpu").requires_grad_()
+        idx = torch.arange(6, device="cpu").view(3, 2)
+        sent = fused_dispatch(x, idx, weights, 12, None, layout=layout_of_rows, expert_alignment=alignment)
+        recv, _, recv_weights, counts, handle = sent
+        y, _ = fused_combine(recv, None, handle)
+        (y.sum() + recv_weights.sum()).backward()
+        assert x.grad is not None
+        assert weights.grad is not None
+        return [str(one.device) for one in (recv, counts, handle.padded_tokens_per_expert, y, x.grad, weights.grad)]
+
+
+@pytest.mark.parametrize(("layout_of_rows", "alignment"), [("token", 1), ("expert", 1), ("expert", 8)])
+def test_the_default_device_does_not_matter(ranks2: RankPool, layout_of_rows: str, alignment: int) -> None:
+    for devices in ranks2.run(elsewhere_by_default, layout_of_rows, alignment):
+        assert set(devices) == {"cpu"}
+
+
 def compiled(rank: int, world: int, scene: Scene) -> tuple[bool, int, Failure | None, list[str]]:
     """Whether a compiled step equals the eager one, how many graphs it has, the error in one graph, and warnings."""
     import torch._dynamo.testing
@@ -392,73 +405,3 @@ def test_second_derivatives_raise(ranks2: RankPool, layout: str) -> None:
             assert failure is not None
             assert failure.isa("InputError")
             assert "second derivative" in failure.text
-
-
-# What they keep.
-
-
-def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """Paths of tensors reachable from ``value`` through attributes and containers, buffers left out."""
-    if isinstance(value, Tensor):
-        yield path
-    elif id(value) in seen or isinstance(value, (PooledBuffer, type, str, int, float)):
-        return
-    else:
-        seen.add(id(value))
-        items = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-        )
-        for key, item in itertools.chain(items, getattr(value, "__dict__", {}).items()):
-            yield from _tensors_in(item, f"{path}.{key}", seen)
-
-
-def kept(rank: int, world: int, scene: Scene, flags: dict[str, bool]) -> list[str]:
-    """Tensors that a context holds as attributes, and outputs that live on though only graph and handle are held."""
-    layer, found = Layer(scene), []
-    gc.collect()
-    gc.disable()
-    try:
-        with buffers(adversary=scene.adversary):
-            x, weights, *_ = leaves(layer, rank)
-            recv_x, recv_idx, recv_weights, counts, handle = dispatch_of(layer, rank, x, weights, **flags)
-            rows = recv_x + 0.0
-            y = combine_of(rows, handle, **flags)
-            nodes = {"dispatch": recv_x.grad_fn, "combine": y.grad_fn}
-            for name, node in nodes.items():
-                found += list(_tensors_in(node.__dict__, f"{name} context", set()))
-            outputs = {"recv_x": recv_x, "recv_idx": recv_idx, "recv_weights": recv_weights, "counts": counts, "y": y}
-            watched = {name: weakref.ref(value) for name, value in outputs.items() if value is not None}
-            del recv_x, recv_idx, recv_weights, counts, rows, y, outputs
-            found += [f"{name} lives on" for name, value in watched.items() if value() is not None]
-            del nodes, handle
-    finally:
-        gc.enable()
-    return found
-
-
-@pytest.mark.parametrize("flags", STREAM_FLAGS, ids=lambda f: ", ".join(k for k, v in f.items() if v) or "neither")
-@pytest.mark.parametrize("layout", BOTH_LAYOUTS)
-def test_context_and_handle_hold_no_output(ranks2: RankPool, layout: str, flags: dict[str, bool]) -> None:
-    assert ranks2.run(kept, scene_for(2, layout), flags) == [[], []]
-
-
-def live_tensors(rank: int, world: int, scene: Scene) -> list[int]:
-    """Live tensors after 10, 110 and 210 steps whose outputs were dropped without a backward, collector off."""
-    layer, counts = Layer(scene), []
-    x, weights, matrices, biases = leaves(layer, rank)
-    with buffers(adversary=scene.adversary):
-        for steps in (10, 100, 100):
-            gc.collect()
-            gc.disable()
-            for number in range(steps):
-                flags = STREAM_FLAGS[number % len(STREAM_FLAGS)]
-                layer_forward(layer, rank, x, weights, matrices, biases, **flags)
-            counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
-            gc.enable()
-    return counts
-
-
-@pytest.mark.parametrize("layout", ["token", "expert aligned"])
-def test_live_tensors_stay_flat_over_200_dropped_steps(ranks2: RankPool, layout: str) -> None:
-    for counts in ranks2.run(live_tensors, scene_for(2, layout)):
-        assert max(counts) < min(counts) + 20, "a few may still be on their way out in gloo's threads"

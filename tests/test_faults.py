@@ -208,29 +208,6 @@ def test_out_of_memory_on_one_rank(ranks2: RankPool, operation: str) -> None:
     check(outcomes, "RuntimeError", "out of memory")
 
 
-def frozen_on_one_rank(rank: int, world: int, frozen: str, checked: bool) -> list[Any]:
-    """Weights or tokens need a gradient on rank 0 alone."""
-    with buffers(CHECK=int(checked)):
-        given = inputs()
-        for name in ("x", "token_probs"):
-            given[name].requires_grad_(rank == 0 or name != frozen)
-
-        def step() -> None:
-            recv, _, weights, _, handle = dispatch(given)
-            fused_combine(recv * weights.sum(1, keepdim=True), None, handle)[0].sum().backward()
-
-        seen = attempt(step)
-        good_step()
-    return [seen]
-
-
-def test_needs_grad_differs(ranks2: RankPool) -> None:
-    check([s for (s,) in ranks2.run(frozen_on_one_rank, "token_probs", False)], "RankMismatchError", "no weights")
-    for frozen in ("x", "token_probs"):
-        outcomes = [s for (s,) in ranks2.run(frozen_on_one_rank, frozen, True)]
-        check(outcomes, "RankMismatchError", "gradients", "rank 0: ", "rank 1: ")
-
-
 # What MCORE_DEEPEP_V2_CHECK=1 looks at.
 
 
@@ -257,45 +234,6 @@ def test_indices_are_checked_when_asked(ranks2: RankPool) -> None:
     check([seen["out of range"] for seen in outcomes], "InputError", "token 1", "[2, 12]")
     check([seen["twice"] for seen in outcomes], "InputError", "token 2", "[3, 3]")
     check([seen["uint16"] for seen in outcomes], "InputError")
-
-
-# A rank without rows whose loss is the sum that the README recommends.
-
-
-def _without_rows(rank: int, world: int) -> list[list[int]]:
-    shapes = []
-    with buffers():
-        for options in ({"layout": "token"}, {"layout": "expert", "expert_alignment": 4}):
-            dispatcher = FlexTokenDispatcher(num_experts=4, **options)  # type: ignore[arg-type]
-            for scale in (0.0, 1.0):
-                tokens = 0 if rank == 1 else 3
-                x = torch.randn(tokens, 8, requires_grad=True)
-                idx, weights = torch.zeros(tokens, 2).long() + torch.arange(2), torch.ones(tokens, 2)
-                sent = dispatcher.dispatch(x, idx, weights)
-                (scale * dispatcher.combine(sent.tokens * 1, sent).sum()).backward()
-                assert x.grad is not None
-                shapes.append(list(x.grad.shape))
-    return shapes
-
-
-def test_a_rank_without_rows_goes_backward_from_a_sum(ranks2: RankPool) -> None:
-    assert ranks2.run(_without_rows) == [[[3, 8]] * 4, [[0, 8]] * 4]
-
-
-def _integer_rows(rank: int, world: int, layout: str) -> Any:
-    with buffers():
-        dispatcher = FlexTokenDispatcher(num_experts=4, layout=layout)  # type: ignore[arg-type]
-        sent = dispatcher.dispatch(torch.ones(3, 8), torch.arange(2).expand(3, 2), torch.ones(3, 2))
-        rows = sent.tokens.int() if rank == 1 else sent.tokens
-        return {"combine": raised_by(lambda: dispatcher.combine(rows, sent, apply_weights=False))}
-
-
-@pytest.mark.parametrize("layout", ["token", "expert"])
-def test_rows_of_a_wrong_dtype_on_one_rank(ranks2: RankPool, layout: str) -> None:
-    for seen in ranks2.run(_integer_rows, layout):
-        failure = seen["combine"]
-        assert failure.type_name == "InputError"
-        assert "expert_output" in failure.text
 
 
 # Before the call reaches the buffer, and after its group is gone.
@@ -400,66 +338,3 @@ def unequal_calls(rank: int, world: int, what: str) -> Seen:
 @pytest.mark.parametrize("what", ["layer", "backward"])
 def test_unequal_calls_are_told_apart_by_what_they_are(ranks2: RankPool, what: str) -> None:
     check(ranks2.run(unequal_calls, what, timeout=HANG), "RankMismatchError", "ranks make different calls", "dispatch")
-
-
-def second_derivative_on_one_rank(rank: int, world: int) -> Seen:
-    with buffers():
-        x = torch.ones(3, 8, requires_grad=True)
-        recv_x, *_, handle = fused_dispatch(x, torch.zeros(3, 1).long(), torch.ones(3, 1), 2, None)
-        y, _ = fused_combine(recv_x, None, handle)
-        seen = attempt(lambda: torch.autograd.grad(y.sum(), x, create_graph=rank == 1))
-        good_step()
-    return seen
-
-
-def test_a_refused_second_derivative_is_heard_of(ranks2: RankPool) -> None:
-    check(ranks2.run(second_derivative_on_one_rank, timeout=HANG), "InputError", "create_graph=True")
-
-
-def in_a_way_of_its_own(rank: int, world: int, bad_rank: int, what: str) -> list[Seen]:
-    """A rank goes backward through a graph that it freed, or dispatches inside ``torch.func.grad``."""
-    with buffers():
-        good_step()
-        arguments = inputs() | {"x": torch.ones(3, 8, requires_grad=True)}
-        recv, *_ = dispatch(arguments)
-        if what == "freed":
-            recv.sum().backward(retain_graph=rank != bad_rank)
-            seen = attempt(lambda: recv.sum().backward())
-        elif rank == bad_rank:
-            transformed = torch.func.grad(lambda x: dispatch(inputs() | {"x": x}, wait=what == "func")[0].sum())
-            seen = attempt(lambda: transformed(torch.ones(3, 8)))
-        else:
-            seen = attempt(lambda: dispatch(wait=what == "func"))
-        good_step()
-    return [seen]
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize(
-    ("what", "text"), [("freed", "second time"), ("func", "torch.func"), ("func, later", "torch.func")]
-)
-def test_what_autograd_refuses_on_one_rank_is_heard_of(ranks2: RankPool, what: str, text: str, bad_rank: int) -> None:
-    for ((failure, seconds),) in ranks2.run(in_a_way_of_its_own, bad_rank, what, timeout=HANG):
-        assert failure is not None
-        assert text in failure.text
-        assert seconds < 5
-
-
-def elsewhere_by_default(rank: int, world: int, layout_of_rows: str, alignment: int) -> list[str]:
-    """Devices of what comes out under another default device."""
-    with buffers(), torch.device("meta" if rank else "cpu"):
-        x, weights = torch.ones(3, 8, device="cpu").requires_grad_(), torch.ones(3, 2, device="cpu").requires_grad_()
-        idx = torch.arange(6, device="cpu").view(3, 2)
-        sent = fused_dispatch(x, idx, weights, 12, None, layout=layout_of_rows, expert_alignment=alignment)
-        recv, _, recv_weights, counts, handle = sent
-        y, _ = fused_combine(recv, None, handle)
-        (y.sum() + recv_weights.sum()).backward()
-        assert x.grad is not None
-        assert weights.grad is not None
-        return [str(one.device) for one in (recv, counts, handle.padded_tokens_per_expert, y, x.grad, weights.grad)]
-
-
-@pytest.mark.parametrize(("layout_of_rows", "alignment"), [("token", 1), ("expert", 1), ("expert", 8)])
-def test_the_default_device_does_not_matter(ranks2: RankPool, layout_of_rows: str, alignment: int) -> None:
-    for devices in ranks2.run(elsewhere_by_default, layout_of_rows, alignment):
-        assert set(devices) == {"cpu"}
